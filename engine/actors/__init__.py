@@ -1,0 +1,1 @@
+"""The trio actors: supervisor, gateway, scheduler, worker, cache manager."""

@@ -1,0 +1,52 @@
+"""Errors whose type says whose fault it is.
+
+RequestError    the client's (an HTTP 4xx): a bad value in a request.
+CapacityError   the load's (429 / 503): try again later or elsewhere.
+ConfigError     the operator's, raised at start: flags, model folders, layouts.
+DomainError     a model was asked outside the range it knows.
+WorkerError     a worker process died, hung or raised; names the worker.
+InvariantError  ours: a conservation law does not hold.
+"""
+
+from __future__ import annotations
+
+
+class TwinferError(Exception):
+    """Base of every error this project raises on purpose."""
+
+
+class RequestError(TwinferError):
+    """The request itself is wrong. ``param`` names the offending field, ``code`` is a stable identifier."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str = "invalid_request") -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class CapacityError(TwinferError):
+    """There is no room now. ``retry_after_s`` is a hint for the caller, None where nothing is known."""
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class ConfigError(TwinferError):
+    """The operator's configuration cannot work."""
+
+
+class DomainError(TwinferError):
+    """A prediction was asked for outside the range its model covers."""
+
+
+class WorkerError(TwinferError):
+    """A worker failed. ``worker`` is its name, as in the supervisor's tree."""
+
+    def __init__(self, worker: str, message: str) -> None:
+        super().__init__(f"{worker}: {message}")
+        self.worker = worker
+
+
+class InvariantError(TwinferError):
+    """A conservation law of the engine was broken; the state cannot be trusted any more."""

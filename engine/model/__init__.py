@@ -1,0 +1,1 @@
+"""Models on torch: loading, the paged forward, sampling."""
