@@ -167,7 +167,9 @@ class V41Spec(msgspec.Struct, frozen=True, tag="v41"):
             if ratio and self.compress_ratios[self.kv_source(layer)] != ratio:
                 raise ConfigError(f"layer {layer} (ratio {ratio}) reads KV of layer {self.kv_source(layer)} with another ratio")
             if ratio and self.compress_ratios[self.index_source(layer)] != ratio:
-                raise ConfigError(f"layer {layer} (ratio {ratio}) uses the selection of layer {self.index_source(layer)} with another ratio")
+                raise ConfigError(
+                    f"layer {layer} (ratio {ratio}) uses the selection of layer {self.index_source(layer)} with another ratio"
+                )
         for layer in self.kv_source_layer_ids:
             if layer not in self.index_source_layer_ids:
                 raise ConfigError(f"layer {layer} owns KV but is not in index_source_layer_ids")

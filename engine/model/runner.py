@@ -56,6 +56,7 @@ class Runner:
             device=self.device,
             eos_token_ids=model.spec.eos_token_ids,
         )
+        self._last_step = -1
         self._requests: dict[RequestId, _Registered] = {}
         # Sampled and draft tokens are written past the known ones before anybody knows how many stay, hence the slack.
         self._history_SL = torch.zeros((config.max_running, config.context_length + config.max_draft_tokens + 2), dtype=torch.int64)
@@ -84,6 +85,9 @@ class Runner:
     @torch.inference_mode()
     def execute(self, step: int, plan: RankPlan) -> RankResult:
         """Carry out one plan. Orders come in the order of RankPlan's fields, see engine.core.plan."""
+        if step <= self._last_step:
+            raise InvariantError(f"step {step} arrives after step {self._last_step}; plans are executed in order, once")
+        self._last_step = step
         for out in plan.swap_outs:
             self.cache.swap_out(out.slot, list(out.blocks), list(out.host_blocks), out.host_state)
         for swap_in in plan.swap_ins:
@@ -113,7 +117,9 @@ class Runner:
             self._set_blocks(start.slot, 0, start.blocks)
             tokens = torch.frombuffer(record.tokens, dtype=torch.int64)
             self._history_SL[start.slot, : tokens.shape[0]] = tokens.to(self.device)
-            self.sampler.start(start.slot, record.params, record.seed, record.tokens[: record.prompt_len], record.tokens[record.prompt_len :])
+            self.sampler.start(
+                start.slot, record.params, record.seed, record.tokens[: record.prompt_len], record.tokens[record.prompt_len :]
+            )
             if start.fork_of_slot is not None:
                 forks.append(start)
             elif start.tail is not None:
@@ -131,7 +137,9 @@ class Runner:
                 [start.num_computed_tokens for start in tails],
             )
         if forks:
-            self.cache.copy_state([start.fork_of_slot for start in forks if start.fork_of_slot is not None], [start.slot for start in forks])
+            self.cache.copy_state(
+                [start.fork_of_slot for start in forks if start.fork_of_slot is not None], [start.slot for start in forks]
+            )
 
     def _record(self, request: RequestId) -> _Registered:
         record = self._requests.get(request)
@@ -150,7 +158,8 @@ class Runner:
         """Pack the plan's items; all per-token index arithmetic is vectorised on the host, then moved once."""
         items = plan.items
         table_I5 = np.array(
-            [(item.slot, item.num_computed_tokens, item.num_new_tokens, item.num_draft_tokens, item.emits) for item in items], dtype=np.int64
+            [(item.slot, item.num_computed_tokens, item.num_new_tokens, item.num_draft_tokens, item.emits) for item in items],
+            dtype=np.int64,
         )
         slots_B, starts_B, new_B, drafts_B, emits_B = table_I5.T
         query_starts_B1 = np.zeros(len(items) + 1, dtype=np.int64)

@@ -1,0 +1,153 @@
+"""Command-line options: each defined once with its aliases, unit, bounds and default, and resolved with its origin.
+
+Precedence: command line > environment (``TWINFER_*``) > ``--config`` file (TOML) > default. An unknown key of the file is an
+error; ``--print-config`` shows every value and where it came from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.core.errors import ConfigError
+
+ENVIRONMENT_PREFIX = "TWINFER_"
+MAX_CONFIG_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option. ``kind`` is int, float, str or bool (a switch); ``low``/``high`` are inclusive; None as default means automatic."""
+
+    name: str
+    kind: type[int] | type[float] | type[str] | type[bool]
+    default: int | float | str | bool | None
+    help: str
+    aliases: tuple[str, ...] = ()
+    low: float = -math.inf
+    high: float = math.inf
+    choices: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        return self.name.replace("-", "_")
+
+    @property
+    def environment(self) -> str:
+        return ENVIRONMENT_PREFIX + self.key.upper()
+
+    def parse(self, value: object, origin: str) -> int | float | str | bool:
+        """Convert and bound one value; raises ConfigError with what, which value, the limit."""
+        where = f"--{self.name} ({origin})"
+        if self.kind is bool:
+            return self._switch(value, where)
+        if isinstance(value, bool):
+            raise ConfigError(f"{where} is {value!r}; needed: {self._allowed()}")
+        try:
+            converted = self.kind(value)  # type: ignore[call-overload]
+        except (TypeError, ValueError):
+            raise ConfigError(f"{where} is {value!r}; needed: {self._allowed()}") from None
+        if self.kind is int and isinstance(value, float) and value != converted:
+            raise ConfigError(f"{where} is {value!r}; needed: {self._allowed()}")
+        if self.choices and converted not in self.choices:
+            raise ConfigError(f"{where} is {value!r}; needed: {self._allowed()}")
+        if self.kind is not str and not (math.isfinite(converted) and self.low <= converted <= self.high):
+            raise ConfigError(f"{where} is {value!r}; needed: {self._allowed()}")
+        return converted  # type: ignore[no-any-return]
+
+    def _switch(self, value: object, where: str) -> bool:
+        words = {"1": True, "true": True, "on": True, "yes": True, "0": False, "false": False, "off": False, "no": False}
+        if isinstance(value, bool):
+            return value
+        if isinstance(value, str) and value.lower() in words:
+            return words[value.lower()]
+        raise ConfigError(f"{where} is {value!r}; needed: true or false")
+
+    def _allowed(self) -> str:
+        if self.choices:
+            return "one of " + ", ".join(self.choices)
+        noun = {int: "an integer", float: "a number", str: "a text"}.get(self.kind, "a value")
+        if math.isinf(self.low) and math.isinf(self.high):
+            return noun
+        high = "up" if math.isinf(self.high) else f"{self.high:g}"
+        return f"{noun} from {self.low:g} {'' if high == 'up' else 'to '}{high}"
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """Values by key, and for each the place it came from."""
+
+    values: Mapping[str, Any]
+    origins: Mapping[str, str]
+
+    def __getitem__(self, key: str) -> Any:
+        return self.values[key]
+
+    def describe(self) -> str:
+        width = max(len(key) for key in self.values)
+        return "\n".join(f"{key:<{width}}  {_shown(self.values[key]):<24} {self.origins[key]}" for key in self.values)
+
+    def non_default(self) -> dict[str, Any]:
+        return {key: value for key, value in self.values.items() if self.origins[key] != "default"}
+
+
+def _shown(value: object) -> str:
+    return "auto" if value is None else str(value)
+
+
+def add_arguments(parser: argparse.ArgumentParser, options: Sequence[Option], title: str) -> None:
+    """Declare ``options`` on a parser. Parsing leaves them as text; ``resolve`` converts, so that all origins fail alike."""
+    group = parser.add_argument_group(title)
+    for option in options:
+        flags = [f"--{option.name}", *option.aliases]
+        default = "auto" if option.default is None else option.default
+        text = f"{option.help} (default: {default}; env {option.environment})".replace("%", "%%")
+        if option.kind is bool:
+            group.add_argument(*flags, dest=option.key, action="store_const", const=True, default=None, help=text)
+            # The way back for a switch that the environment or the file has set.
+            negated = f"--no-{option.name}"
+            group.add_argument(negated, dest=option.key, action="store_const", const=False, default=None, help=argparse.SUPPRESS)
+        else:
+            metavar = "{" + ",".join(option.choices) + "}" if option.choices else option.kind.__name__.upper()
+            group.add_argument(*flags, dest=option.key, default=None, metavar=metavar, help=text)
+
+
+def resolve(options: Sequence[Option], arguments: Mapping[str, Any], environment: Mapping[str, str], config_file: str | None) -> Resolved:
+    """Merge the four origins. Raises ConfigError for a bad value, an unreadable file or a key nobody knows."""
+    file_values = read_config_file(config_file, {option.key for option in options}) if config_file else {}
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for option in options:
+        raw: object
+        if arguments.get(option.key) is not None:
+            raw, origin = arguments[option.key], "command line"
+        elif option.environment in environment:
+            raw, origin = environment[option.environment], f"environment {option.environment}"
+        elif option.key in file_values:
+            raw, origin = file_values[option.key], f"file {config_file}"
+        else:
+            values[option.key], origins[option.key] = option.default, "default"
+            continue
+        values[option.key], origins[option.key] = option.parse(raw, origin), origin
+    return Resolved(values, origins)
+
+
+def read_config_file(path: str, known: set[str]) -> dict[str, object]:
+    """Read a flat TOML file; keys may be written with dashes or underscores."""
+    try:
+        file = Path(path)
+        if file.stat().st_size > MAX_CONFIG_BYTES:
+            raise ConfigError(f"--config {path}: larger than {MAX_CONFIG_BYTES} bytes")
+        values = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"--config {path}: {error}") from None
+    result = {key.replace("-", "_"): value for key, value in values.items()}
+    unknown = sorted(set(result) - known)
+    if unknown:
+        raise ConfigError(f"--config {path}: unknown keys {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+    return result

@@ -1,0 +1,64 @@
+"""The composition root: one console script over the packages' sub-commands."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+import engine.cli
+from engine.core.errors import CapacityError, ConfigError, RequestError, TwinferError
+from engine.version import VERSION
+
+EXIT_FAULT = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="twinfer",
+        description="A real LLM inference engine built from trio actors, and its digital twin.",
+        epilog="Exit codes: 0 ok, 1 fault, 2 usage, 3 infeasible or SLO not met, 130 interrupted.",
+    )
+    parser.add_argument("--version", action="version", version=f"twinfer {VERSION}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    engine.cli.register(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the return value is the exit code. Errors meant for people are one line on stderr (or JSON with ``--json``)."""
+    arguments = build_parser().parse_args(argv)
+    level = getattr(arguments, "log_level", None) or os.environ.get("TWINFER_LOG_LEVEL", "warning")
+    if level.upper() not in logging.getLevelNamesMapping():
+        print(f"twinfer: log level {level!r} is unknown; use debug, info, warning or error", file=sys.stderr)
+        return EXIT_USAGE
+    logging.basicConfig(level=level.upper(), stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        return int(arguments.run(arguments))
+    except KeyboardInterrupt:
+        print("twinfer: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except (ConfigError, RequestError) as error:
+        return _report(arguments, error, EXIT_USAGE)
+    except (CapacityError, TwinferError) as error:
+        return _report(arguments, error, EXIT_FAULT)
+    except BrokenPipeError:
+        # The reader of our output has gone; without this Python complains again while it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAULT
+
+
+def _report(arguments: argparse.Namespace, error: TwinferError, code: int) -> int:
+    print(f"twinfer {arguments.command}: {error}", file=sys.stderr)
+    if getattr(arguments, "json", False):
+        print(json.dumps({"error": {"type": type(error).__name__, "message": str(error)}}))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
