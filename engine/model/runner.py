@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -84,7 +84,28 @@ class Runner:
 
     @torch.inference_mode()
     def execute(self, step: int, plan: RankPlan) -> RankResult:
-        """Carry out one plan. Orders come in the order of RankPlan's fields, see engine.core.plan."""
+        """Carry out one plan and sample. Raises InvariantError where the plan contradicts what the worker holds."""
+        self._carry_out_orders(step, plan)
+        if not plan.items:
+            return RankResult()
+        batch, rows = self._batch(plan)
+        output = self.model.forward(batch, self.cache)
+        return RankResult() if rows is None else self._emit(plan, rows, output)
+
+    @torch.inference_mode()
+    def logits(self, step: int, plan: RankPlan) -> Tensor:
+        """Carry out one plan without sampling: logits [T, V] float32 of every row, for parity checks. No item may hold drafts."""
+        self._carry_out_orders(step, plan)
+        batch, _ = self._batch(plan)
+        every_row = torch.arange(batch.token_ids_T.shape[0], device=self.device)
+        return self.model.forward(replace(batch, logit_rows_R=every_row), self.cache).logits_RV
+
+    def append_token(self, slot: int, position: int, token: int) -> None:
+        """Dictate a sequence's token instead of sampling it (with ``logits``)."""
+        self._history_SL[slot, position] = token
+
+    def _carry_out_orders(self, step: int, plan: RankPlan) -> None:
+        """Everything that precedes the forward, in the order of RankPlan's fields."""
         if step <= self._last_step:
             raise InvariantError(f"step {step} arrives after step {self._last_step}; plans are executed in order, once")
         self._last_step = step
@@ -98,13 +119,6 @@ class Runner:
             self._start(plan.starts)
         for append in plan.appends:
             self._set_blocks(append.slot, append.first_index, append.blocks)
-        if not plan.items:
-            return RankResult()
-        batch, rows = self._batch(plan)
-        output = self.model.forward(batch, self.cache)
-        if rows is None:
-            return RankResult()
-        return self._emit(plan, rows, output)
 
     def _start(self, starts: tuple[SequenceStart, ...]) -> None:
         reset: list[int] = []
