@@ -1,0 +1,122 @@
+"""The event log: what the engine, and the twin, say about every request and step. One JSON object a line.
+
+``now_s`` is the driver's clock (wall clock or simulated). Everything that is measured from the log is defined in ``metrics``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Literal, Union
+
+import msgspec
+
+from engine.core.plan import RequestId, TokenLogprobs
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+Origin = Literal["cold", "prefix", "fork"]
+PreemptionKind = Literal["recompute", "swap"]
+
+
+class Arrived(msgspec.Struct, frozen=True, tag="arrived", omit_defaults=True):
+    """A sample was accepted into the queue. ``parent`` is the first sample's id where it is one of several."""
+
+    now_s: float
+    request: RequestId
+    num_prompt_tokens: int
+    parent: RequestId | None = None
+
+
+class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
+    """Refused at the door; never queued, never finished. ``code`` is "invalid_request" or "queue_full"."""
+
+    now_s: float
+    request: RequestId
+    code: str
+    message: str
+
+
+class Admitted(msgspec.Struct, frozen=True, tag="admitted"):
+    """First start on a rank. ``num_cached_tokens`` of the prompt were found in the cache (or come with the fork)."""
+
+    now_s: float
+    request: RequestId
+    rank: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    origin: Origin
+
+
+class TokensEmitted(msgspec.Struct, frozen=True, tag="tokens", omit_defaults=True, gc=False):
+    now_s: float
+    request: RequestId
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+class Preempted(msgspec.Struct, frozen=True, tag="preempted"):
+    now_s: float
+    request: RequestId
+    rank: int
+    kind: PreemptionKind
+    num_computed_tokens: int
+
+
+class Resumed(msgspec.Struct, frozen=True, tag="resumed"):
+    """``num_cached_tokens`` did not have to be computed again (all of them after a swap)."""
+
+    now_s: float
+    request: RequestId
+    rank: int
+    kind: PreemptionKind
+    num_cached_tokens: int
+
+
+class Finished(msgspec.Struct, frozen=True, tag="finished", omit_defaults=True):
+    now_s: float
+    request: RequestId
+    reason: FinishReason
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int = 0
+    stop_token: int | None = None
+    message: str = ""
+
+
+class StepPlanned(msgspec.Struct, frozen=True, tag="planned"):
+    now_s: float
+    step: int
+    num_items: int
+    num_tokens: int
+    num_running: int
+    num_waiting: int
+
+
+class StepCommitted(msgspec.Struct, frozen=True, tag="committed"):
+    """``num_verified_items`` emitted with drafts in them; ``num_accepted_tokens`` of their ``num_draft_tokens`` were accepted."""
+
+    now_s: float
+    step: int
+    forward_s: float
+    num_tokens: int
+    num_emitted_tokens: int
+    num_verified_items: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+
+Event = Union[Arrived, Rejected, Admitted, TokensEmitted, Preempted, Resumed, Finished, StepPlanned, StepCommitted]
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(Event)
+
+
+def encode_lines(events: Iterable[Event]) -> bytes:
+    """JSON Lines, each line ended by a newline."""
+    return b"".join(_encoder.encode(event) + b"\n" for event in events)
+
+
+def decode_lines(data: bytes) -> Iterator[Event]:
+    """Raises msgspec.ValidationError at a line that is no event."""
+    for line in data.splitlines():
+        if line.strip():
+            yield _decoder.decode(line)

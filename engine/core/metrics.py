@@ -1,0 +1,249 @@
+"""Every service metric, defined once, from the event log. All times in seconds, on the log's own clock.
+
+Per request (a sample of n > 1 is a request of its own, that arrived with its parent):
+
+ttft_s    first TokensEmitted - Arrived. Set once; a preemption does not change it. None without a token.
+itl_s     gaps between consecutive tokens, len = tokens - 1. Tokens that arrive in one step have a gap of 0 between them: under
+          speculation the first token of a step carries the whole wait, so the sum is last token - first token.
+e2e_s     Finished - Arrived.
+tpot_s    (e2e_s - ttft_s) / (tokens - 1). None for fewer than two tokens.
+
+Over a log:
+
+goodput_per_s      requests finished with "stop" or "length" that meet every given limit, / duration_s
+duration_s         last Finished - first Arrived
+acceptance_length  tokens per verified item, the target's own token included = 1 + accepted drafts / verified items
+prefix_hit_rate    cached prompt tokens / prompt tokens over first admissions (forks left out: they share, they do not hit)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import assert_never
+
+import msgspec
+
+from engine.core.events import (
+    Admitted,
+    Arrived,
+    Event,
+    Finished,
+    FinishReason,
+    Preempted,
+    Rejected,
+    Resumed,
+    StepCommitted,
+    StepPlanned,
+    TokensEmitted,
+)
+from engine.core.plan import RequestId
+
+
+class RequestMetrics(msgspec.Struct):
+    """Times of one request as far as the log goes; see the module for the formulas."""
+
+    request: RequestId
+    arrived_s: float
+    num_prompt_tokens: int
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    num_preemptions: int = 0
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    finished_s: float | None = None
+    reason: FinishReason | None = None
+    itl_s: list[float] = []
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_token_s is None else self.first_token_s - self.arrived_s
+
+    @property
+    def e2e_s(self) -> float | None:
+        return None if self.finished_s is None else self.finished_s - self.arrived_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        ttft_s, e2e_s = self.ttft_s, self.e2e_s
+        if ttft_s is None or e2e_s is None or self.num_output_tokens < 2:
+            return None
+        return (e2e_s - ttft_s) / (self.num_output_tokens - 1)
+
+
+class Distribution(msgspec.Struct, frozen=True):
+    """``count`` values: mean and percentiles (linear between closest ranks, as numpy's default). All None without a value."""
+
+    count: int
+    mean: float | None
+    p50: float | None
+    p90: float | None
+    p99: float | None
+    max: float | None
+
+
+class Slo(msgspec.Struct, frozen=True):
+    """Limits a good request keeps, in seconds; None does not limit."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    itl_s_max: float | None = None
+    e2e_s: float | None = None
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """The headline of a log. What was refused, dropped or failed stands beside what was served."""
+
+    num_arrived: int
+    num_rejected: int
+    num_finished: dict[str, int]  # by reason
+    num_unfinished: int
+    num_preemptions: int
+    num_output_tokens: int
+    duration_s: float | None
+    output_tokens_per_s: float | None
+    goodput_per_s: float | None
+    ttft_s: Distribution
+    itl_s: Distribution
+    tpot_s: Distribution
+    e2e_s: Distribution
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
+    prefix_hit_rate: float | None
+    acceptance_length: float | None
+    num_steps: int
+    forward_s: float
+
+
+class MetricsLog:
+    """Folds events, in log order, into requests and counters. Memory grows with requests and tokens; for a live server keep a window."""
+
+    def __init__(self) -> None:
+        self.requests: dict[RequestId, RequestMetrics] = {}
+        self.num_rejected = 0
+        self.num_preemptions = 0
+        self.num_steps = 0
+        self.forward_s = 0.0
+        self.prefix_query_tokens = 0
+        self.prefix_hit_tokens = 0
+        self.num_verified_items = 0
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0
+
+    def extend(self, events: Iterable[Event]) -> None:
+        for event in events:
+            self.add(event)
+
+    def add(self, event: Event) -> None:
+        match event:
+            case TokensEmitted():
+                self._tokens(event)
+            case Arrived():
+                self.requests[event.request] = RequestMetrics(event.request, event.now_s, event.num_prompt_tokens)
+            case Admitted():
+                self.requests[event.request].num_cached_tokens = event.num_cached_tokens
+                if event.origin != "fork":
+                    self.prefix_query_tokens += event.num_prompt_tokens
+                    self.prefix_hit_tokens += event.num_cached_tokens
+            case Preempted():
+                self.requests[event.request].num_preemptions += 1
+                self.num_preemptions += 1
+            case Finished():
+                request = self.requests[event.request]
+                request.finished_s, request.reason = event.now_s, event.reason
+            case Rejected():
+                self.num_rejected += 1
+            case StepCommitted():
+                self.num_steps += 1
+                self.forward_s += event.forward_s
+                self.num_verified_items += event.num_verified_items
+                self.num_draft_tokens += event.num_draft_tokens
+                self.num_accepted_tokens += event.num_accepted_tokens
+            case Resumed() | StepPlanned():
+                pass
+            case _:
+                assert_never(event)
+
+    def _tokens(self, event: TokensEmitted) -> None:
+        request, count = self.requests[event.request], len(event.tokens)
+        if count == 0:
+            return
+        if request.last_token_s is None:
+            request.first_token_s = event.now_s
+        else:
+            request.itl_s.append(event.now_s - request.last_token_s)
+        request.itl_s.extend([0.0] * (count - 1))
+        request.last_token_s = event.now_s
+        request.num_output_tokens += count
+
+    @property
+    def acceptance_length(self) -> float | None:
+        return 1.0 + self.num_accepted_tokens / self.num_verified_items if self.num_verified_items else None
+
+    @property
+    def prefix_hit_rate(self) -> float | None:
+        return self.prefix_hit_tokens / self.prefix_query_tokens if self.prefix_query_tokens else None
+
+    def num_good(self, slo: Slo) -> int:
+        return sum(is_good(request, slo) for request in self.requests.values())
+
+    def summary(self, slo: Slo | None = None) -> Summary:
+        requests = list(self.requests.values())
+        ends_s = [request.finished_s for request in requests if request.finished_s is not None]
+        duration_s = max(ends_s) - min(request.arrived_s for request in requests) if ends_s else None
+        finished: dict[str, int] = {"stop": 0, "length": 0, "abort": 0, "error": 0}
+        for request in requests:
+            if request.reason is not None:
+                finished[request.reason] += 1
+        output_tokens = sum(request.num_output_tokens for request in requests)
+        return Summary(
+            num_arrived=len(requests),
+            num_rejected=self.num_rejected,
+            num_finished=finished,
+            num_unfinished=len(requests) - len(ends_s),
+            num_preemptions=self.num_preemptions,
+            num_output_tokens=output_tokens,
+            duration_s=duration_s,
+            output_tokens_per_s=output_tokens / duration_s if duration_s else None,
+            goodput_per_s=self.num_good(slo or Slo()) / duration_s if duration_s else None,
+            ttft_s=distribution(request.ttft_s for request in requests),
+            itl_s=distribution(gap for request in requests for gap in request.itl_s),
+            tpot_s=distribution(request.tpot_s for request in requests),
+            e2e_s=distribution(request.e2e_s for request in requests),
+            prefix_query_tokens=self.prefix_query_tokens,
+            prefix_hit_tokens=self.prefix_hit_tokens,
+            prefix_hit_rate=self.prefix_hit_rate,
+            acceptance_length=self.acceptance_length,
+            num_steps=self.num_steps,
+            forward_s=self.forward_s,
+        )
+
+
+def is_good(request: RequestMetrics, slo: Slo) -> bool:
+    """Finished by itself and within every limit. A limit on a gap that does not exist (one token) is kept."""
+    if request.reason not in ("stop", "length"):
+        return False
+    pairs = (
+        (request.ttft_s, slo.ttft_s),
+        (request.tpot_s, slo.tpot_s),
+        (max(request.itl_s, default=None), slo.itl_s_max),
+        (request.e2e_s, slo.e2e_s),
+    )
+    return all(value is None or limit is None or value <= limit for value, limit in pairs)
+
+
+def distribution(values: Iterable[float | None]) -> Distribution:
+    """None values (not defined for that request) are left out; ``count`` says how many remain."""
+    known = sorted(value for value in values if value is not None)
+    if not known:
+        return Distribution(0, None, None, None, None, None)
+    mean = math.fsum(known) / len(known)
+    return Distribution(len(known), mean, percentile(known, 0.5), percentile(known, 0.9), percentile(known, 0.99), known[-1])
+
+
+def percentile(ordered: list[float], share: float) -> float:
+    """Linear between closest ranks, of a sorted non-empty list."""
+    place = share * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
