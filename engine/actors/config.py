@@ -1,0 +1,103 @@
+"""What the actors are started with. Plain data: the command line and the tests fill it."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import msgspec
+
+from engine.core.cache_config import CacheConfig
+from engine.core.errors import ConfigError
+
+
+class WorkerConfig(msgspec.Struct, frozen=True):
+    """What one worker process loads; it travels in the Start message.
+
+    ``rank`` counts the processes of the replica, ``data_rank`` the RankPlan of a StepPlan that this process executes. The
+    members of one tensor-parallel group share a ``data_rank``; only the one with ``tensor_rank`` 0 reports tokens.
+    """
+
+    name: str
+    model: str
+    cache: CacheConfig
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+    layout: str = "tp1dp1ep1"
+    rank: int = 0
+    num_ranks: int = 1
+    data_rank: int = 0
+    tensor_rank: int = 0
+    rendezvous_path: str | None = None
+    load_format: Literal["auto", "random"] = "auto"
+    random_seed: int = 0
+    num_threads: int | None = None
+    cache_rounding: bool = True
+    engram: Literal["gpu", "replicated", "host"] = "gpu"
+    redundant_experts: int = 0
+    draft_redundant_experts: int = 0
+
+
+class SupervisionConfig(msgspec.Struct, frozen=True):
+    """Bounds on waiting: nothing in the engine waits for ever on a worker.
+
+    A worker that answers no ping for ``heartbeat_timeout_s`` is dead; one whose process is seen stopped, after two pings. A
+    forward of any length answers pings; ``step_timeout_s`` is what bounds it.
+    """
+
+    heartbeat_interval_s: float = 0.5
+    heartbeat_timeout_s: float = 10.0
+    step_timeout_s: float = 600.0
+    start_timeout_s: float = 900.0
+    shutdown_timeout_s: float = 30.0  # for running requests, after the first stop signal
+    worker_exit_timeout_s: float = 5.0  # between Shutdown and SIGKILL
+    on_worker_death: Literal["exit", "restart"] = "exit"
+    max_restarts: int = 3  # without a completed step between them
+    restart_backoff_s: float = 1.0  # doubled for each restart without a completed step
+
+    def validate(self) -> None:
+        """Raise ConfigError naming the first field out of range."""
+        for name in ("heartbeat_interval_s", "heartbeat_timeout_s", "step_timeout_s", "start_timeout_s", "worker_exit_timeout_s"):
+            _positive(name, getattr(self, name))
+        for name in ("shutdown_timeout_s", "restart_backoff_s"):
+            _not_negative(name, getattr(self, name))
+        if self.heartbeat_timeout_s < self.heartbeat_interval_s:
+            least_s = self.heartbeat_interval_s
+            raise ConfigError(f"heartbeat_timeout_s is {self.heartbeat_timeout_s:g}; allowed: at least heartbeat_interval_s = {least_s:g}")
+        if not 0 <= self.max_restarts <= 1000:
+            raise ConfigError(f"max_restarts is {self.max_restarts}; allowed: 0 to 1000")
+
+
+class GatewayConfig(msgspec.Struct, frozen=True):
+    """Bounds at the door. Each exists so that no client can make the engine hold or compute without limit."""
+
+    # Running and waiting requests together; the next one is refused with CapacityError.
+    max_requests: int = 4096 + 64
+    # Outputs a reader may lag behind before it is dropped: minutes of decoding, a few MB at most per request.
+    max_buffered_outputs: int = 4096
+    # Samples per request: they share the prompt's blocks, but each takes a slot.
+    max_samples: int = 128
+    max_stop_strings: int = 16
+    # Bounds the text held back while a stop string may still be under way.
+    max_stop_chars: int = 1024
+    # Longer than any context in text; refused before the tokenizer sees it.
+    max_prompt_chars: int = 16 << 20
+    # None draws seeds from the operating system; a number makes the seeds of requests that bring none reproducible.
+    seed: int | None = None
+
+    def validate(self) -> None:
+        """Raise ConfigError naming the first field out of range."""
+        for name in ("max_requests", "max_buffered_outputs", "max_samples", "max_stop_strings", "max_stop_chars", "max_prompt_chars"):
+            value = getattr(self, name)
+            if not 1 <= value <= 1 << 30:
+                raise ConfigError(f"{name} is {value}; allowed: 1 to {1 << 30}")
+
+
+def _positive(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise ConfigError(f"{name} is {value}; allowed: more than 0 seconds, finite")
+
+
+def _not_negative(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value >= 0):
+        raise ConfigError(f"{name} is {value}; allowed: 0 seconds or more, finite")

@@ -1,0 +1,97 @@
+"""Every message between actors: one closed, tagged union per mailbox.
+
+Commands and replies cross a process border as msgpack (ipc.py); the scheduler's mailbox stays inside the parent.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Union
+
+import msgspec
+
+from engine.actors.config import WorkerConfig
+from engine.core.plan import RankPlan, RankResult, RequestId
+from engine.core.sampling import SamplingParams
+
+# -- to a worker --------------------------------------------------------------------------------------------------------------
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """Load the model and allocate the cache. The first command, sent once."""
+
+    config: WorkerConfig
+
+
+class Register(msgspec.Struct, frozen=True, tag=True):
+    """A request's prompt and parameters; sent before the first plan that starts the request."""
+
+    request: RequestId
+    tokens: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+
+
+class Forget(msgspec.Struct, frozen=True, tag=True):
+    """The request is over. Plans sent before this one may still name it."""
+
+    request: RequestId
+
+
+class Execute(msgspec.Struct, frozen=True, tag=True):
+    """This rank's part of one StepPlan."""
+
+    step: int
+    plan: RankPlan
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """Free everything and exit with 0."""
+
+
+WorkerCommand = Union[Start, Register, Forget, Execute, Shutdown]
+
+# -- from a worker ------------------------------------------------------------------------------------------------------------
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The worker has loaded. Bytes are what it holds on its device, to be compared with the prediction."""
+
+    vocab_size: int
+    context_length: int
+    weight_bytes: int
+    cache_bytes: int
+    load_s: float
+
+
+class Executed(msgspec.Struct, frozen=True, tag=True):
+    """One plan is done. ``forward_s`` is the worker's own time from the command to the result."""
+
+    step: int
+    result: RankResult
+    forward_s: float
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The worker is about to exit with a code that is not 0. ``fault`` says whose: the operator's configuration or the program's."""
+
+    fault: Literal["config", "internal"]
+    during: str
+    message: str
+    traceback: str
+
+
+WorkerReply = Union[Ready, Executed, Failed]
+
+# -- heartbeat ----------------------------------------------------------------------------------------------------------------
+
+
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    number: int
+
+
+class Pong(msgspec.Struct, frozen=True, tag=True):
+    number: int
+
+
+HeartbeatCommand = Ping
+HeartbeatReply = Pong

@@ -1,0 +1,325 @@
+"""The parent's side of worker processes: spawn, talk, watch, stop. Every failure becomes a WorkerError with the worker's name.
+
+Two sockets lead to a worker. The plan channel carries commands and results, in order. The heartbeat channel is served by a
+thread of its own over there, so that a long forward does not look dead while a stopped or dead process does not look busy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NoReturn, assert_never
+
+import trio
+
+from engine.actors.config import SupervisionConfig, WorkerConfig
+from engine.actors.ipc import ChannelClosedError, FrameError, TrioChannel
+from engine.actors.messages import (
+    Execute,
+    Executed,
+    Failed,
+    HeartbeatCommand,
+    HeartbeatReply,
+    Ping,
+    Ready,
+    Shutdown,
+    Start,
+    WorkerCommand,
+    WorkerReply,
+)
+from engine.core.errors import ConfigError, InvariantError, TwinferError, WorkerError
+from engine.core.plan import RankResult, StepPlan, StepResult
+
+WORKER_MODULE = "engine.actors.worker_main"
+# After its channel ended a process is at its own exit; after SIGKILL only the kernel is. Both take milliseconds.
+_REAP_TIMEOUT_S = 5.0
+_REAP_POLL_S = 0.01  # where the system has no pidfd
+_PROJECT_ROOT = Path(__file__).resolve().parents[2]
+
+
+class Worker:
+    """One worker process. The scheduler's task uses the plan channel, the heartbeat task the other; nobody else touches either."""
+
+    def __init__(self, config: WorkerConfig, supervision: SupervisionConfig, module: str = WORKER_MODULE) -> None:
+        """Spawn at once: there is no worker object without a process."""
+        self.name = config.name
+        self.config = config
+        self._supervision = supervision
+        self._failure: TwinferError | None = None
+        self._exit_lock = trio.Lock()
+        plan_ours, plan_theirs = socket.socketpair()
+        heartbeat_ours, heartbeat_theirs = socket.socketpair()
+        with plan_theirs, heartbeat_theirs:
+            try:
+                self._process = _spawn(module, plan_theirs.fileno(), heartbeat_theirs.fileno())
+            except OSError as error:
+                plan_ours.close()
+                heartbeat_ours.close()
+                raise WorkerError(self.name, f"could not be started: {error}") from error
+        self._plans: TrioChannel[WorkerCommand, WorkerReply] = TrioChannel(plan_ours, WorkerReply)
+        self._heartbeat: TrioChannel[HeartbeatCommand, HeartbeatReply] = TrioChannel(heartbeat_ours, HeartbeatReply)
+        self._pidfd = _open_pidfd(self._process.pid)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def start(self) -> Ready:
+        """Have the model loaded. Raises ConfigError where the configuration is at fault, WorkerError otherwise."""
+        timeout_s = self._supervision.start_timeout_s
+        with trio.move_on_after(timeout_s):
+            await self.send(Start(self.config))
+            reply = await self._receive()
+            if not isinstance(reply, Ready):
+                raise self._give_up(f"answered Start with {type(reply).__name__}")
+            return reply
+        raise self._give_up(f"was not ready within start_timeout_s = {timeout_s:g}")
+
+    def queue(self, command: WorkerCommand) -> None:
+        """Let a command leave together with the next one sent."""
+        try:
+            self._plans.queue(command)
+        except FrameError as error:
+            raise self._give_up(str(error)) from error
+
+    async def send(self, command: WorkerCommand) -> None:
+        try:
+            await self._plans.send(command)
+        except (ChannelClosedError, trio.ClosedResourceError):
+            raise await self._died() from None
+        except FrameError as error:
+            raise self._give_up(str(error)) from error
+
+    async def receive_executed(self, step: int) -> Executed:
+        """The result of ``step``, the oldest one under way."""
+        timeout_s = self._supervision.step_timeout_s
+        with trio.move_on_after(timeout_s):
+            reply = await self._receive()
+            if not isinstance(reply, Executed) or reply.step != step:
+                raise self._give_up(f"answered step {step} with {reply!r:.100}")
+            return reply
+        raise self._give_up(f"did not finish step {step} within step_timeout_s = {timeout_s:g}")
+
+    async def run_heartbeat(self) -> NoReturn:
+        """Watch the process; ends only by raising what is wrong with it.
+
+        Missed beats are counted, not the clock read: when the whole process group was suspended and resumed, one beat is
+        missed however long that took.
+        """
+        interval_s = self._supervision.heartbeat_interval_s
+        timeout_s = self._supervision.heartbeat_timeout_s
+        missed = 0
+        number = 0
+        while True:
+            number += 1
+            begin_s = trio.current_time()
+            answered = False
+            try:
+                with trio.move_on_after(interval_s):
+                    await self._heartbeat.send(Ping(number))
+                    answered = await self._await_pong(number)
+            except (ChannelClosedError, trio.ClosedResourceError):
+                raise await self._died() from None
+            except FrameError as error:
+                raise self._give_up(f"sent garbage as a heartbeat: {error}") from error
+            if answered:
+                missed = 0
+                await trio.sleep_until(begin_s + interval_s)
+                continue
+            missed += 1
+            if missed >= 2 and _is_stopped(self.pid):
+                raise self._give_up(f"is stopped: {missed} heartbeats of {interval_s:g} s missed")
+            if missed * interval_s >= timeout_s:
+                raise self._give_up(f"gave no heartbeat for heartbeat_timeout_s = {timeout_s:g}")
+
+    async def stop(self, *, graceful: bool) -> None:
+        """Shutdown -> bounded wait -> SIGKILL -> reap. Runs to its end under cancellation; never raises for a dead worker."""
+        with trio.CancelScope(shield=True):
+            if graceful and self._failure is None:
+                with (
+                    trio.move_on_after(self._supervision.worker_exit_timeout_s),
+                    contextlib.suppress(ChannelClosedError, trio.ClosedResourceError),
+                ):
+                    await self._plans.send(Shutdown())
+                    await self._wait_exit()
+            self.kill()
+            with trio.move_on_after(_REAP_TIMEOUT_S):
+                await self._wait_exit()
+            self._plans.close()
+            self._heartbeat.close()
+            if self._pidfd is not None:
+                os.close(self._pidfd)
+                self._pidfd = None
+
+    def kill(self) -> None:
+        """SIGKILL, which ends a stopped process too. The channels' ends then wake whoever waits."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    async def _await_pong(self, number: int) -> bool:
+        # Late answers to earlier pings come first; the worker lives, but only the newest says that it keeps up.
+        while (await self._heartbeat.receive()).number != number:
+            pass
+        return True
+
+    async def _receive(self) -> WorkerReply:
+        try:
+            reply = await self._plans.receive()
+        except (ChannelClosedError, trio.ClosedResourceError):
+            raise await self._died() from None
+        except FrameError as error:
+            raise self._give_up(f"sent garbage: {error}") from error
+        if isinstance(reply, Failed):
+            raise self._note_failed(reply)
+        return reply
+
+    def _note_failed(self, reply: Failed) -> TwinferError:
+        if self._failure is None:
+            match reply.fault:
+                case "config":
+                    self._failure = ConfigError(reply.message)
+                case "internal":
+                    self._failure = WorkerError(self.name, f"failed during {reply.during}: {reply.message}")
+                case _:
+                    assert_never(reply.fault)
+        return self._failure
+
+    def _give_up(self, reason: str) -> TwinferError:
+        """Decide that the worker is of no use and kill it; the first reason stays."""
+        self.kill()
+        if self._failure is None:
+            self._failure = WorkerError(self.name, f"{reason}; killed")
+        return self._failure
+
+    async def _died(self) -> TwinferError:
+        """Find out why a channel ended: what the worker said last, or how its process exited."""
+        if self._failure is None:
+            with contextlib.suppress(ChannelClosedError, FrameError):
+                while (reply := self._plans.receive_nowait()) is not None:
+                    if isinstance(reply, Failed):
+                        return self._note_failed(reply)
+        with trio.move_on_after(_REAP_TIMEOUT_S):
+            code = await self._wait_exit()
+            if self._failure is None:
+                self._failure = WorkerError(self.name, _describe_exit(code))
+        return self._failure or self._give_up("closed its channel without exiting")
+
+    async def _wait_exit(self) -> int:
+        # The lock: several tasks may find the worker dead at once, and a descriptor has one waiter.
+        async with self._exit_lock:
+            while (code := self._process.poll()) is None:
+                if self._pidfd is not None:
+                    await trio.lowlevel.wait_readable(self._pidfd)
+                else:
+                    await trio.sleep(_REAP_POLL_S)
+            return code
+
+
+class WorkerGroup:
+    """The workers of one replica, in lock-step: each gets its rank's part of a plan, an idle rank an empty one."""
+
+    def __init__(self, workers: Sequence[Worker], infos: Sequence[Ready]) -> None:
+        self.workers = tuple(workers)
+        self.infos = tuple(infos)
+
+    def queue(self, data_rank: int, command: WorkerCommand) -> None:
+        for worker in self.workers:
+            if worker.config.data_rank == data_rank:
+                worker.queue(command)
+
+    async def send_plan(self, plan: StepPlan) -> None:
+        for worker in self.workers:
+            await worker.send(Execute(plan.step, plan.ranks[worker.config.data_rank]))
+
+    async def receive_result(self, plan: StepPlan) -> StepResult:
+        """Every worker's result of ``plan``. The slowest one makes the step, so the order of asking costs nothing."""
+        results: list[RankResult | None] = [None] * len(plan.ranks)
+        forward_s = 0.0
+        for worker in self.workers:
+            executed = await worker.receive_executed(plan.step)
+            forward_s = max(forward_s, executed.forward_s)
+            if worker.config.tensor_rank == 0:
+                results[worker.config.data_rank] = executed.result
+        if any(result is None for result in results):
+            raise InvariantError(f"step {plan.step}: a rank without a worker; ranks of the workers do not cover the plan")
+        return StepResult(plan.step, tuple(result for result in results if result is not None), forward_s)
+
+
+@contextlib.asynccontextmanager
+async def open_workers(
+    configs: Sequence[WorkerConfig], supervision: SupervisionConfig, module: str = WORKER_MODULE
+) -> AsyncIterator[WorkerGroup]:
+    """Spawn and load all workers together (their collectives need all of them), and stop every one of them on the way out."""
+    workers: list[Worker] = []
+    graceful = False
+    try:
+        for config in configs:
+            workers.append(Worker(config, supervision, module))
+        infos: dict[str, Ready] = {}
+
+        async def start(worker: Worker) -> None:
+            infos[worker.name] = await worker.start()
+
+        async with trio.open_nursery() as nursery:
+            for worker in workers:
+                nursery.start_soon(start, worker)
+        yield WorkerGroup(workers, [infos[worker.name] for worker in workers])
+        graceful = True
+    finally:
+        with trio.CancelScope(shield=True):
+            async with trio.open_nursery() as nursery:
+                for worker in workers:
+                    nursery.start_soon(partial(worker.stop, graceful=graceful))
+
+
+def _spawn(module: str, plan_fd: int, heartbeat_fd: int) -> subprocess.Popen[bytes]:
+    """Start the interpreter on ``module``.
+
+    Called in trio's own thread although it blocks for some milliseconds: the worker asks the kernel to be killed when its
+    parent ends, and by that the kernel means the thread that spawned it.
+    """
+    environment = dict(os.environ)
+    inherited = environment.get("PYTHONPATH")
+    environment["PYTHONPATH"] = os.pathsep.join([str(_PROJECT_ROOT), *([inherited] if inherited else [])])
+    arguments = [f"--plan-fd={plan_fd}", f"--heartbeat-fd={heartbeat_fd}", f"--parent-pid={os.getpid()}"]
+    return subprocess.Popen(
+        # -P: never import from the directory the user happens to be in.
+        [sys.executable, "-P", "-m", module, *arguments],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=2,  # stdout belongs to the command's answer
+        pass_fds=(plan_fd, heartbeat_fd),
+        start_new_session=True,  # Ctrl-C goes to the terminal's foreground group: to the parent alone
+    )
+
+
+def _open_pidfd(pid: int) -> int | None:
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether the kernel lists the process as stopped; false where there is no /proc."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[:1] in (["T"], ["t"])
+
+
+def _describe_exit(code: int) -> str:
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"

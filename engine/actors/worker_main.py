@@ -1,0 +1,180 @@
+"""The worker process: receives commands, drives one runner, sends results. ``python -m engine.actors.worker_main``.
+
+It lives exactly as long as its parent wants: it ignores SIGINT and SIGTERM (the parent decides when to stop), and it dies with
+the parent even where the parent was killed without a word.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol, assert_never
+
+from engine.actors.config import WorkerConfig
+from engine.actors.ipc import ChannelClosedError, SyncChannel
+from engine.actors.messages import (
+    Execute,
+    Executed,
+    Failed,
+    Forget,
+    HeartbeatCommand,
+    HeartbeatReply,
+    Pong,
+    Ready,
+    Register,
+    Shutdown,
+    Start,
+    WorkerCommand,
+    WorkerReply,
+)
+from engine.core.errors import ConfigError
+from engine.core.plan import RankPlan, RankResult, RequestId
+from engine.core.sampling import SamplingParams
+
+EXIT_OK = 0
+EXIT_FAULT = 1
+EXIT_ORPHANED = 3
+# A traceback is for a person; a recursion error's would fill the log.
+MAX_TRACEBACK_CHARS = 16_384
+_PR_SET_PDEATHSIG = 1
+
+
+class Runner(Protocol):
+    """What the worker asks of the thing that executes plans: ``engine.model.runner.build_runner`` makes the real one."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def context_length(self) -> int: ...
+
+    @property
+    def weight_bytes(self) -> int: ...
+
+    @property
+    def cache_bytes(self) -> int: ...
+
+    def register(self, request: RequestId, tokens: Sequence[int], params: SamplingParams, seed: int) -> None: ...
+
+    def forget(self, request: RequestId) -> None: ...
+
+    def execute(self, step: int, plan: RankPlan) -> RankResult: ...
+
+    def close(self) -> None: ...
+
+
+RunnerFactory = Callable[[WorkerConfig], Runner]
+_Channel = SyncChannel[WorkerReply, WorkerCommand]
+
+
+def serve(channel: _Channel, build: RunnerFactory) -> int:
+    """The command loop; returns the exit code. Every exception of the runner is reported before the process ends."""
+    during = "start"
+    try:
+        first = channel.receive()
+        if not isinstance(first, Start):
+            raise TypeError(f"the first command is {type(first).__name__}, not Start")
+        begin_s = time.perf_counter()
+        runner = build(first.config)
+        ready = Ready(
+            vocab_size=runner.vocab_size,
+            context_length=runner.context_length,
+            weight_bytes=runner.weight_bytes,
+            cache_bytes=runner.cache_bytes,
+            load_s=time.perf_counter() - begin_s,
+        )
+        # What was loaded stays: scanning it again in every collection would put pauses between steps.
+        gc.collect()
+        gc.freeze()
+        channel.send(ready)
+        while True:
+            command = channel.receive()
+            match command:
+                case Execute(step=step, plan=plan):
+                    during = f"step {step}"
+                    begin_s = time.perf_counter()
+                    result = runner.execute(step, plan)
+                    channel.send(Executed(step, result, time.perf_counter() - begin_s))
+                case Register(request=request, tokens=tokens, params=params, seed=seed):
+                    during = f"register {request}"
+                    runner.register(request, tokens, params, seed)
+                case Forget(request=request):
+                    during = f"forget {request}"
+                    runner.forget(request)
+                case Shutdown():
+                    during = "shutdown"
+                    runner.close()
+                    return EXIT_OK
+                case Start():
+                    raise TypeError("Start arrived twice")
+                case _:
+                    assert_never(command)
+    except ChannelClosedError:
+        return EXIT_ORPHANED
+    except Exception as error:
+        text = "".join(traceback.format_exception(error))[-MAX_TRACEBACK_CHARS:]
+        sys.stderr.write(text)
+        fault: Literal["config", "internal"] = "config" if isinstance(error, ConfigError) else "internal"
+        message = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+        with contextlib.suppress(ChannelClosedError):
+            channel.send(Failed(fault=fault, during=during, message=message, traceback=text))
+        return EXIT_FAULT
+
+
+def _serve_heartbeat(channel: SyncChannel[HeartbeatReply, HeartbeatCommand]) -> None:
+    """Answer pings until the parent is gone; then end the process, even out of the middle of a forward."""
+    try:
+        while True:
+            channel.send(Pong(channel.receive().number))
+    finally:
+        os._exit(EXIT_ORPHANED)
+
+
+def _die_with_parent(parent_pid: int) -> None:
+    """Ask the kernel for SIGKILL when the parent ends: that reaches even a stopped process, which reads no end of stream."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:  # it died before the request was in place
+        os._exit(EXIT_ORPHANED)
+
+
+def run_worker(build: RunnerFactory, argv: Sequence[str] | None = None) -> None:
+    """The whole life of a worker process. Does not return."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.enable()
+    parser = argparse.ArgumentParser(description="twinfer worker process; started by the engine, not by hand")
+    parser.add_argument("--plan-fd", type=int, required=True)
+    parser.add_argument("--heartbeat-fd", type=int, required=True)
+    parser.add_argument("--parent-pid", type=int, required=True)
+    arguments = parser.parse_args(argv)
+    _die_with_parent(arguments.parent_pid)
+    heartbeat: SyncChannel[HeartbeatReply, HeartbeatCommand] = SyncChannel(socket.socket(fileno=arguments.heartbeat_fd), HeartbeatCommand)
+    threading.Thread(target=_serve_heartbeat, args=(heartbeat,), name="heartbeat", daemon=True).start()
+    exit_code = serve(SyncChannel(socket.socket(fileno=arguments.plan_fd), WorkerCommand), build)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: threads of a numeric library may hold up the interpreter's own end, and there is nothing left to save.
+    os._exit(exit_code)
+
+
+def _build_runner(config: WorkerConfig) -> Runner:
+    # Imported here: it takes seconds, and the heartbeat thread is to answer meanwhile.
+    from engine.model.runner import build_runner
+
+    return build_runner(config)
+
+
+if __name__ == "__main__":
+    run_worker(_build_runner)
