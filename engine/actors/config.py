@@ -9,6 +9,7 @@ import msgspec
 
 from engine.core.cache_config import CacheConfig
 from engine.core.errors import ConfigError
+from engine.core.scheduler_config import SchedulerConfig
 
 
 class WorkerConfig(msgspec.Struct, frozen=True):
@@ -91,6 +92,30 @@ class GatewayConfig(msgspec.Struct, frozen=True):
             value = getattr(self, name)
             if not 1 <= value <= 1 << 30:
                 raise ConfigError(f"{name} is {value}; allowed: 1 to {1 << 30}")
+
+
+class EngineConfig(msgspec.Struct, frozen=True):
+    """One replica: its workers, the core's options, the bounds on waiting and at the door."""
+
+    workers: tuple[WorkerConfig, ...]
+    scheduler: SchedulerConfig
+    supervision: SupervisionConfig = SupervisionConfig()
+    gateway: GatewayConfig = GatewayConfig()
+
+    def validate(self) -> None:
+        """Raise ConfigError for values out of range and for workers that do not cover the scheduler's ranks."""
+        self.scheduler.validate()
+        self.supervision.validate()
+        self.gateway.validate()
+        names = [worker.name for worker in self.workers]
+        if len(set(names)) != len(names):
+            raise ConfigError(f"two workers have the same name: {', '.join(names)}")
+        reporting = sorted(worker.data_rank for worker in self.workers if worker.tensor_rank == 0)
+        if reporting != list(range(self.scheduler.num_ranks)):
+            raise ConfigError(f"workers serve the data ranks {reporting}; the scheduler has {self.scheduler.num_ranks}")
+        for worker in self.workers:
+            if worker.cache != self.scheduler.cache:
+                raise ConfigError(f"{worker.name}: its cache differs from the scheduler's")
 
 
 def _positive(name: str, value: float) -> None:

@@ -5,13 +5,17 @@ Commands and replies cross a process border as msgpack (ipc.py); the scheduler's
 
 from __future__ import annotations
 
-from typing import Literal, Union
+from typing import TYPE_CHECKING, Literal, Union
 
 import msgspec
 
 from engine.actors.config import WorkerConfig
 from engine.core.plan import RankPlan, RankResult, RequestId
+from engine.core.request import Request
 from engine.core.sampling import SamplingParams
+
+if TYPE_CHECKING:  # a worker imports this module and has no use for trio
+    from engine.actors.stream import RequestStream
 
 # -- to a worker --------------------------------------------------------------------------------------------------------------
 
@@ -95,3 +99,22 @@ class Pong(msgspec.Struct, frozen=True, tag=True):
 
 HeartbeatCommand = Ping
 HeartbeatReply = Pong
+
+# -- to the scheduler ---------------------------------------------------------------------------------------------------------
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """A request the gateway has admitted. ``seeds`` are the samples', in the order of ``sample_ids``; outputs go to ``stream``."""
+
+    request: Request
+    seeds: tuple[int, ...]
+    stream: RequestStream
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """The client is gone: free what the sample holds."""
+
+    request: RequestId
+
+
+SchedulerMessage = Union[Submit, Abort]

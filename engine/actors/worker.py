@@ -19,8 +19,9 @@ from typing import NoReturn, assert_never
 
 import trio
 
+from engine.actors.channel import TrioChannel
 from engine.actors.config import SupervisionConfig, WorkerConfig
-from engine.actors.ipc import ChannelClosedError, FrameError, TrioChannel
+from engine.actors.ipc import ChannelClosedError, FrameError
 from engine.actors.messages import (
     Execute,
     Executed,
@@ -228,6 +229,13 @@ class WorkerGroup:
     def __init__(self, workers: Sequence[Worker], infos: Sequence[Ready]) -> None:
         self.workers = tuple(workers)
         self.infos = tuple(infos)
+        self.graceful = True  # how they are stopped at the end of ``open_workers``
+
+    def kill(self) -> None:
+        """Stop all of them now."""
+        self.graceful = False
+        for worker in self.workers:
+            worker.kill()
 
     def queue(self, data_rank: int, command: WorkerCommand) -> None:
         for worker in self.workers:
@@ -270,8 +278,9 @@ async def open_workers(
         async with trio.open_nursery() as nursery:
             for worker in workers:
                 nursery.start_soon(start, worker)
-        yield WorkerGroup(workers, [infos[worker.name] for worker in workers])
-        graceful = True
+        group = WorkerGroup(workers, [infos[worker.name] for worker in workers])
+        yield group
+        graceful = group.graceful
     finally:
         with trio.CancelScope(shield=True):
             async with trio.open_nursery() as nursery:

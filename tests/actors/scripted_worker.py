@@ -1,0 +1,111 @@
+"""A worker process without a model: the product's worker loop around a runner that follows a script. Starts in tens of milliseconds.
+
+The script is JSON in ``WorkerConfig.model``. Tokens are the script's ``tokens`` in turn, by position; every fault that a test
+needs is a step number or a request's prompt token.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from engine.actors.config import WorkerConfig
+from engine.actors.worker_main import run_worker
+from engine.core.errors import ConfigError
+from engine.core.plan import ItemResult, RankPlan, RankResult, RequestId, TokenLogprobs
+from engine.core.sampling import SamplingParams
+
+
+class Script(msgspec.Struct, frozen=True):
+    tokens: tuple[int, ...] = (7,)
+    step_s: float = 0.0
+    vocab_size: int = 1000
+    start_s: float = 0.0
+    start_error: str = ""  # a ConfigError
+    raise_at_step: int | None = None
+    kill_at_step: int | None = None
+    stop_at_step: int | None = None  # SIGSTOP
+    hang_at_step: int | None = None
+    spin_s: float = 0.0  # steps hold the interpreter, as a careless extension would
+    exit_at_step: int | None = None
+    fault_rank: int = 0  # the data rank that the faults happen on
+    once_file: str = ""  # a fault happens only while this file does not exist, and creates it
+    hang_at_close: bool = False
+
+
+class ScriptedRunner:
+    def __init__(self, config: WorkerConfig) -> None:
+        self.script = msgspec.json.decode(config.model, type=Script)
+        time.sleep(self.script.start_s)
+        if self.script.start_error:
+            raise ConfigError(self.script.start_error)
+        self.vocab_size = self.script.vocab_size
+        self.context_length = config.cache.context_length
+        self.weight_bytes = 10
+        self.cache_bytes = config.cache.num_blocks * 1000
+        self._faulty = config.data_rank == self.script.fault_rank
+        self._params: dict[RequestId, SamplingParams] = {}
+        self._num_tokens: dict[int, int] = {}
+
+    def register(self, request: RequestId, tokens: Sequence[int], params: SamplingParams, seed: int) -> None:
+        assert request not in self._params
+        assert params.seed is not None
+        assert tokens
+        assert seed >= 0
+        self._params[request] = params
+
+    def forget(self, request: RequestId) -> None:
+        del self._params[request]
+
+    def execute(self, step: int, plan: RankPlan) -> RankResult:
+        self._fault(step)
+        script = self.script
+        if script.step_s:
+            time.sleep(script.step_s)
+        items = []
+        for item in plan.items:
+            params = self._params[item.request]
+            if item.emits:
+                position = item.num_computed_tokens + item.num_new_tokens - item.num_draft_tokens
+                token = script.tokens[position % len(script.tokens)]
+                logprobs = () if params.logprobs is None else (TokenLogprobs(-0.5, (token,), (-0.5,)),)
+                items.append(ItemResult(item.request, (token,), logprobs))
+        return RankResult(tuple(items))
+
+    def close(self) -> None:
+        while self.script.hang_at_close:
+            time.sleep(1)
+
+    def _fault(self, step: int) -> None:
+        script = self.script
+        if not self._faulty or step not in (
+            script.raise_at_step,
+            script.kill_at_step,
+            script.stop_at_step,
+            script.hang_at_step,
+            script.exit_at_step,
+        ):
+            return
+        if script.once_file:
+            try:
+                os.close(os.open(script.once_file, os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                return
+        if step == script.raise_at_step:
+            raise ValueError(f"scripted failure in step {step}")
+        if step == script.kill_at_step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if step == script.stop_at_step:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if step == script.exit_at_step:
+            os._exit(7)
+        while step == script.hang_at_step:
+            time.sleep(0.01)
+
+
+if __name__ == "__main__":
+    run_worker(ScriptedRunner)
