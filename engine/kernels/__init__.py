@@ -1,1 +1,1 @@
-"""One function per hot operation, in torch; a Triton kernel of the same name and signature may stand beside it."""
+"""One function per hot operation: the torch reference that a Triton kernel of the same name is held to."""

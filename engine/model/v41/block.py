@@ -1,0 +1,52 @@
+"""A V4.1 layer around its two sublayers: shifted hyper-connections, the attention callback, and the mixture of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+from torch.nn import functional
+
+from engine.core.specs import V41Spec
+from engine.kernels.experts import expert_gemm, expert_gemm_dense, gated_ffn, prefers_dense
+from engine.kernels.mhc import mhc_collapse, mhc_expand, mhc_mix
+from engine.kernels.norm import rms_norm
+from engine.kernels.router import router
+from engine.model.v41.weights import LayerWeights, MoeWeights
+
+
+def block(
+    streams_TSD: Tensor,
+    pre_TS: Tensor,
+    layer: LayerWeights,
+    spec: V41Spec,
+    attend: Callable[[Tensor], Tensor],
+    token_kind_T: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Streams and pre after the layer. Each sublayer collapses the streams with the *previous* sublayer's pre (the shift)."""
+    iterations, eps, norm_eps = spec.hc_sinkhorn_iters, spec.hc_eps, spec.rms_norm_eps
+    next_pre_TS, post_TS, comb_TSS = mhc_mix(streams_TSD, layer.hc_attn_fn, layer.hc_attn_base, iterations, eps, norm_eps)
+    x_TD = rms_norm(mhc_collapse(pre_TS, streams_TSD), layer.attn_norm, norm_eps)
+    streams_TSD = mhc_expand(streams_TSD, attend(x_TD), post_TS, comb_TSS)
+    pre_TS = next_pre_TS
+    next_pre_TS, post_TS, comb_TSS = mhc_mix(streams_TSD, layer.hc_ffn_fn, layer.hc_ffn_base, iterations, eps, norm_eps)
+    x_TD = rms_norm(mhc_collapse(pre_TS, streams_TSD), layer.ffn_norm, norm_eps)
+    streams_TSD = mhc_expand(streams_TSD, moe(x_TD, layer.moe, spec, token_kind_T), post_TS, comb_TSS)
+    return streams_TSD, next_pre_TS
+
+
+def moe(x_TD: Tensor, weights: MoeWeights, spec: V41Spec, token_kind_T: Tensor | None) -> Tensor:
+    """Routed experts plus the shared one [T, D]. Both ways of computing it give the same numbers up to rounding."""
+    bias = weights.bias
+    if bias.dim() == 2:
+        assert token_kind_T is not None
+        bias = functional.embedding(token_kind_T, bias)
+    chosen_TK, ids_TK = router(x_TD, weights.gate, bias, weights.experts_per_token, spec.routed_scaling_factor)
+    limit = spec.swiglu_limit
+    if prefers_dense(x_TD.shape[0], weights.w2):
+        return expert_gemm_dense(x_TD, chosen_TK, ids_TK, weights.w13, weights.w2, weights.always, limit)
+    num_routed = weights.num_routed
+    routed_TD = expert_gemm(x_TD, chosen_TK, ids_TK, weights.w13[:num_routed], weights.w2[:num_routed], limit)
+    if weights.shared_w13 is None or weights.shared_w2 is None:
+        return routed_TD
+    return routed_TD + gated_ffn(x_TD, weights.shared_w13, weights.shared_w2, limit)

@@ -1,0 +1,157 @@
+"""The V4.1 forward on packed ragged batches and the paged cache; prefill, decode and verification are the same code."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.core.cache_config import CacheConfig
+from engine.core.errors import ConfigError
+from engine.core.specs import V41Spec
+from engine.kernels.engram import engram_classes, engram_gate, engram_gather, engram_hash
+from engine.kernels.mhc import mhc_collapse
+from engine.kernels.norm import rms_norm
+from engine.model.base import DraftOutput, DraftRequest, ForwardOutput, KVCache, WeightSource
+from engine.model.batch import ForwardBatch
+from engine.model.v41.attention import attention
+from engine.model.v41.block import block
+from engine.model.v41.cache import V41Cache
+from engine.model.v41.draft import DraftHead
+from engine.model.v41.hashing import hash_constants
+from engine.model.v41.step import StepBuilder, StepIndex
+from engine.model.v41.weights import EngramWeights, LayerWeights, Loader, load_layer
+
+
+class V41Model:
+    """Implements base.Model.
+
+    ``cache_rounding`` rounds window rows, compressed rows, index queries and index keys to the formats of the packed cache (values stay
+    in ``dtype``). ``token_map`` [vocab] is the token class of every id, needed where the spec has Engram (``build_token_map``).
+    """
+
+    def __init__(
+        self,
+        spec: V41Spec,
+        weights: WeightSource,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        cache_rounding: bool = True,
+        token_map: Tensor | None = None,
+    ) -> None:
+        """Raises ConfigError for a token map that is missing or does not fit the spec."""
+        self.spec = spec
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.cache_rounding = cache_rounding
+        load = Loader(weights, dtype, self.device)
+        self.embed_VD = load.weight("embed.weight")
+        self.layers: list[LayerWeights] = [load_layer(load, spec, layer) for layer in range(spec.num_layers)]
+        self.norm_D = load.weight("norm.weight")
+        self.head_VD = load.wide("head.weight")  # logits are a float32 product whatever the model's dtype
+        self.builder = StepBuilder(spec, dtype, self.device)
+        self.first_pre_S = torch.zeros(spec.hc_mult, device=self.device)
+        self.first_pre_S[0] = 1.0
+        self.draft_head = DraftHead(spec, load, self) if spec.dspark else None
+        if spec.engram is not None:
+            self.token_map_V = self._checked_token_map(token_map)
+            self.hash_constants = hash_constants(spec.engram, self.device)
+            self.pad_class = int(self.token_map_V[spec.engram.pad_token_id])
+
+    def _checked_token_map(self, token_map: Tensor | None) -> Tensor:
+        engram = self.spec.engram
+        assert engram is not None
+        if token_map is None:
+            raise ConfigError(f"{self.spec.name}: the model has Engram layers {engram.layer_ids}, so it needs its tokenizer's token map")
+        if token_map.shape[0] < self.spec.vocab_size:  # a tokenizer may leave out the tail of a padded vocabulary
+            missing = self.spec.vocab_size - token_map.shape[0]
+            token_map = functional.pad(token_map, (0, missing), value=int(token_map[engram.pad_token_id]))
+        if int(token_map.max()) >= engram.num_classes:
+            raise ConfigError(f"{self.spec.name}: the token map has {int(token_map.max()) + 1} classes, the config {engram.num_classes}")
+        return token_map.to(device=self.device, dtype=torch.int64)
+
+    def new_cache(self, config: CacheConfig) -> V41Cache:
+        return V41Cache(self.spec, config, self.dtype, self.device)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, cache: KVCache, capture: frozenset[str] = frozenset()) -> ForwardOutput:
+        """Logits of ``batch.logit_rows_R``. Captures: "topk.layer{i}", "streams.after_layer" [T, L, S, D], "engram.row_ids" [T, E, C]."""
+        assert isinstance(cache, V41Cache)
+        step = self.builder.build(batch, cache)
+        row_ids_TEC = self._engram_rows(batch)
+        streams_TSD = self.embed(batch.token_ids_T)
+        pre_TS = self.first_pre_S.expand(step.num_tokens, -1)
+        features: list[Tensor] = []
+        after_layer: list[Tensor] = []
+        for layer in self.layers:
+            if layer.engram is not None:
+                assert row_ids_TEC is not None
+                streams_TSD = self._engram(streams_TSD, row_ids_TEC, layer.layer, layer.engram, step)
+            if self.draft_head is not None and layer.layer in self.draft_head.target_layers:
+                features.append(streams_TSD.float().mean(1).to(self.dtype))
+
+            def attend(x_TD: Tensor, layer: LayerWeights = layer) -> Tensor:
+                return attention(x_TD, layer, self.spec, step, cache, self.builder, self.cache_rounding, capture)
+
+            streams_TSD, pre_TS = block(streams_TSD, pre_TS, layer, self.spec, attend, step.token_kind_T)
+            if "streams.after_layer" in capture:
+                after_layer.append(streams_TSD)
+        if self.draft_head is not None:
+            self.draft_head.stage_main_rows(torch.cat(features, dim=-1), step, cache)
+        self._commit(batch, step, cache)
+        rows = batch.logit_rows_R
+        logits_RV = self.logits(streams_TSD.index_select(0, rows), pre_TS.index_select(0, rows), self.norm_D)
+        if after_layer:
+            step.captures["streams.after_layer"] = torch.stack(after_layer, dim=1)
+        if "engram.row_ids" in capture and row_ids_TEC is not None:
+            step.captures["engram.row_ids"] = row_ids_TEC
+        return ForwardOutput(logits_RV, captures=step.captures or None)
+
+    def embed(self, token_ids_T: Tensor) -> Tensor:
+        """All streams of a token begin as its embedding."""
+        return functional.embedding(token_ids_T, self.embed_VD).unsqueeze(1).expand(-1, self.spec.hc_mult, -1)
+
+    def logits(self, streams_RSD: Tensor, pre_RS: Tensor, norm_D: Tensor) -> Tensor:
+        hidden_RD = rms_norm(mhc_collapse(pre_RS, streams_RSD), norm_D, self.spec.rms_norm_eps)
+        return functional.linear(hidden_RD.float(), self.head_VD)
+
+    def draft(self, request: DraftRequest, cache: KVCache) -> DraftOutput:
+        """One DSpark round; see ``draft.DraftHead``. Raises ConfigError where the model has no draft."""
+        if self.draft_head is None:
+            raise ConfigError(f"{self.spec.name} has no draft layers")
+        assert isinstance(cache, V41Cache)
+        return self.draft_head.draft(request, cache)
+
+    def _engram_rows(self, batch: ForwardBatch) -> Tensor | None:
+        """Row ids of all Engram layers [T, E, C]: they depend on token ids only, so they are known before the first layer."""
+        engram = self.spec.engram
+        if engram is None:
+            return None
+        classes_TG = engram_classes(
+            batch.token_history_SL,
+            batch.slots_B[batch.seq_of_token_T],
+            batch.positions_T,
+            self.token_map_V,
+            self.pad_class,
+            engram.max_ngram,
+            self.builder.image_token_id,
+        )
+        constants = self.hash_constants
+        return engram_hash(classes_TG, constants.multipliers_EG, constants.primes_EC, constants.offsets_EC)
+
+    def _engram(self, streams_TSD: Tensor, row_ids_TEC: Tensor, layer: int, weights: EngramWeights, step: StepIndex) -> Tensor:
+        assert self.spec.engram is not None
+        rows_TX = engram_gather(row_ids_TEC[:, self.spec.engram.layer_ids.index(layer)], weights.table)
+        open_T = None if step.token_kind_T is None else (step.token_kind_T == 0).float()
+        return engram_gate(streams_TSD, functional.linear(rows_TX, weights.wkv), weights.qk_weight, self.spec.rms_norm_eps, open_T)
+
+    def _commit(self, batch: ForwardBatch, step: StepIndex, cache: V41Cache) -> None:
+        """After the layers: tails first (they may need rows the rings are about to lose), then rings and pair state."""
+        if batch.tail_saves:
+            sequences, positions, tails = (list(column) for column in zip(*batch.tail_saves, strict=True))
+            index = torch.tensor(sequences, device=self.device)
+            cache.save_tails(tails, positions, batch.slots_B[index], batch.context_starts_B[index], batch.query_starts_B1[index])
+        cache.commit_window(step.ring_rows_T)
+        if step.pair_ring_rows_T is not None:
+            cache.commit_pairs(step.pair_ring_rows_T)
