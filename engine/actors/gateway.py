@@ -190,9 +190,13 @@ class Gateway:
     def _check_open(self, generation: Generation) -> None:
         if not self.health.ok:
             raise CapacityError(f"no requests are taken: {self.health.message}")
-        limit = self._config.max_requests
-        if self._scheduler.num_requests + max(generation.n, 1) > limit:
-            raise CapacityError(f"{self._scheduler.num_requests} requests are running or waiting; the limit is {limit}", retry_after_s=1.0)
+        count = max(generation.n, 1)
+        for what, number, limit in (
+            ("running or waiting", self._scheduler.num_requests, self._config.max_requests),
+            ("waiting", self._scheduler.num_waiting, self._limits.max_waiting),
+        ):
+            if number + count > limit:
+                raise CapacityError(f"{number} requests are {what}; the limit is {limit}", retry_after_s=1.0)
 
     def _validate(self, generation: Generation) -> None:
         config = self._config

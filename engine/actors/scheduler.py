@@ -77,6 +77,11 @@ class SchedulerActor:
         """Samples that are not finished, those in the mailbox included."""
         return len(self._records) + self._num_submitted
 
+    @property
+    def num_waiting(self) -> int:
+        """Samples that hold nothing on a device yet, those in the mailbox included."""
+        return self.core.num_waiting + self._num_submitted
+
     def tell(self, message: SchedulerMessage) -> None:
         """Leave a message; it is read before the next plan. The bound can only be passed by a caller that ignores max_requests."""
         if len(self._mailbox) >= self._max_messages:
@@ -169,6 +174,7 @@ class SchedulerActor:
         try:
             events = self.core.submit(request, trio.current_time())
         except (RequestError, CapacityError) as error:
+            self._note(self.core.take_events())
             self._refuse(request, error)
             return
         self._publish(events, workers)
