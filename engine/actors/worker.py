@@ -54,6 +54,7 @@ class Worker:
         self.config = config
         self._supervision = supervision
         self._failure: TwinferError | None = None
+        self._missed_beats = 0
         self._exit_lock = trio.Lock()
         plan_ours, plan_theirs = socket.socketpair()
         heartbeat_ours, heartbeat_theirs = socket.socketpair()
@@ -116,7 +117,6 @@ class Worker:
         """
         interval_s = self._supervision.heartbeat_interval_s
         timeout_s = self._supervision.heartbeat_timeout_s
-        missed = 0
         number = 0
         while True:
             number += 1
@@ -131,13 +131,12 @@ class Worker:
             except FrameError as error:
                 raise self._give_up(f"sent garbage as a heartbeat: {error}") from error
             if answered:
-                missed = 0
                 await trio.sleep_until(begin_s + interval_s)
                 continue
-            missed += 1
-            if missed >= 2 and _is_stopped(self.pid):
-                raise self._give_up(f"is stopped: {missed} heartbeats of {interval_s:g} s missed")
-            if missed * interval_s >= timeout_s:
+            self._missed_beats += 1
+            if self._missed_beats >= 2 and _is_stopped(self.pid):
+                raise self._give_up(f"is stopped: {self._missed_beats} heartbeats of {interval_s:g} s missed")
+            if self._missed_beats * interval_s >= timeout_s:
                 raise self._give_up(f"gave no heartbeat for heartbeat_timeout_s = {timeout_s:g}")
 
     async def stop(self, *, graceful: bool) -> None:
@@ -165,10 +164,12 @@ class Worker:
             self._process.kill()
 
     async def _await_pong(self, number: int) -> bool:
-        # Late answers to earlier pings come first; the worker lives, but only the newest says that it keeps up.
-        while (await self._heartbeat.receive()).number != number:
-            pass
-        return True
+        # Late answers to earlier pings come first. They too say that the worker lives.
+        while True:
+            pong = await self._heartbeat.receive()
+            self._missed_beats = 0
+            if pong.number == number:
+                return True
 
     async def _receive(self) -> WorkerReply:
         try:
