@@ -8,7 +8,7 @@ itl_s     gaps between consecutive tokens, len = tokens - 1. Tokens that arrive 
 e2e_s     Finished - Arrived.
 tpot_s    (e2e_s - ttft_s) / (tokens - 1). None for fewer than two tokens.
 
-Over a log:
+Over a log (distributions of ttft and itl over every request that has one, of tpot and e2e over those that ended by themselves):
 
 goodput_per_s      requests finished with "stop" or "length" that meet every given limit, / duration_s
 duration_s         last Finished - first Arrived
@@ -195,6 +195,7 @@ class MetricsLog:
         for request in requests:
             if request.reason is not None:
                 finished[request.reason] += 1
+        served = [request for request in requests if request.reason in ("stop", "length")]
         output_tokens = sum(request.num_output_tokens for request in requests)
         return Summary(
             num_arrived=len(requests),
@@ -208,8 +209,8 @@ class MetricsLog:
             goodput_per_s=self.num_good(slo or Slo()) / duration_s if duration_s else None,
             ttft_s=distribution(request.ttft_s for request in requests),
             itl_s=distribution(gap for request in requests for gap in request.itl_s),
-            tpot_s=distribution(request.tpot_s for request in requests),
-            e2e_s=distribution(request.e2e_s for request in requests),
+            tpot_s=distribution(request.tpot_s for request in served),
+            e2e_s=distribution(request.e2e_s for request in served),
             prefix_query_tokens=self.prefix_query_tokens,
             prefix_hit_tokens=self.prefix_hit_tokens,
             prefix_hit_rate=self.prefix_hit_rate,

@@ -48,10 +48,10 @@ class Sequence:
     """
 
     __slots__ = (
-        "blocks", "cached_tokens_first", "children", "deferred_step", "host_blocks", "host_state", "id", "limit", "lock_node",
-        "min_tokens_end", "namespace", "num_computed", "num_expected", "num_locked_blocks", "num_passes", "num_planned", "num_preemptions", "num_prompt",
-        "parent", "priority", "prompt_step", "rank", "reserved_rank", "sequence_number", "slot", "started", "state", "stop_ids", "target",
-        "tokens",
+        "blocks", "cached_tokens_first", "children", "deferred_build", "host_blocks", "host_state", "id", "limit", "lock_node",
+        "min_tokens_end", "namespace", "num_computed", "num_expected", "num_locked_blocks", "num_passes", "num_planned",
+        "num_preemptions", "num_prompt", "parent", "priority", "prompt_build", "rank", "reserved_rank", "sequence_number", "slot",
+        "started", "state", "stop_ids", "target", "tokens",
     )  # fmt: skip
 
     def __init__(self, request: Request, sample: RequestId, sequence_number: int, limit: int, eos_token_ids: tuple[int, ...]) -> None:
@@ -73,7 +73,7 @@ class Sequence:
         self.num_preemptions = 0
         self.num_passes = 0  # later arrivals that were admitted before this one
         self.reserved_rank: int | None = None  # the rank kept free for it once it has been passed too often
-        self.deferred_step: int | None = None  # the step in whose plan it was preempted; it is not admitted again in the same plan
+        self.deferred_build: int | None = None  # the build of a plan that preempted it: the same build does not admit it again
         # On a rank (kept after a preemption: the worker there knows the tokens).
         self.rank: int | None = None
         self.slot = 0
@@ -84,7 +84,7 @@ class Sequence:
         self.num_planned = 0
         self.num_expected = self.num_prompt
         self.target = self.num_prompt  # tokens known when it was last started: up to here it is "prompt", computed in chunks
-        self.prompt_step: int | None = None  # the step whose plan computes the end of ``target``
+        self.prompt_build: int | None = None  # the build of the plan that computes the end of the prompt
         # In host memory.
         self.host_blocks: list[int] = []
         self.host_state: int | None = None

@@ -1,10 +1,10 @@
 """A request's life as a table: (state, event) -> state. A pair that is not in the table is a bug of ours, and says so.
 
-    WAITING --admit--> RUNNING --finish/stop/abort/fail--> FINISHED
-    FORKING --fork--> RUNNING      a sample of n > 1 that starts from its parent's state
-    FORKING --unfork--> WAITING    the parent's state is gone, or there was no slot: an ordinary request from now on
-    RUNNING --preempt--> PREEMPTED --admit--> RUNNING     recompute: nothing is kept but what the prefix tree keeps
-    RUNNING --swap_out--> SWAPPED --swap_in--> RUNNING    blocks and state wait in host memory
+WAITING --admit--> RUNNING --finish/stop/abort/fail--> FINISHED
+FORKING --fork--> RUNNING      a sample of n > 1 that starts from its parent's state
+FORKING --unfork--> WAITING    the parent's state is gone, or there was no slot: an ordinary request from now on
+RUNNING --preempt--> PREEMPTED --admit--> RUNNING     recompute: nothing is kept but what the prefix tree keeps
+RUNNING --swap_out--> SWAPPED --swap_in--> RUNNING    blocks and state wait in host memory
 """
 
 from __future__ import annotations
