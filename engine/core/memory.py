@@ -1,0 +1,91 @@
+"""Bytes a worker will hold, from shapes alone: weights and KV, and how many blocks a memory budget buys.
+
+The same numbers size the cache at start, stand in ``twinfer model show`` and are compared with what a worker reports. They
+describe this engine's storage: cached rows in the compute dtype (the FP8/FP4 formats are emulated in it), not the packed formats
+of the published kernels, whose sizes ``core.counts`` gives.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine.core.cache_config import CacheConfig
+from engine.core.errors import ConfigError
+from engine.core.specs import DenseSpec, ModelSpec, V41Spec
+from engine.core.tensors import expected_tensors
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+_STATE_BYTES = 4  # the compressor's pending rows are float32
+_WINDOW_SLACK_ROWS = 2  # see the V4.1 cache: room for a fork that lags one token behind
+
+
+class MemoryPlan(msgspec.Struct, frozen=True):
+    """Device bytes of one rank, predicted."""
+
+    weight_bytes: int
+    block_bytes: int
+    fixed_cache_bytes: int
+    num_blocks: int
+
+    @property
+    def cache_bytes(self) -> int:
+        return self.fixed_cache_bytes + self.num_blocks * self.block_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weight_bytes + self.cache_bytes
+
+
+def weight_bytes(spec: ModelSpec, dtype: str) -> int:
+    """Bytes of all parameters as a worker holds them: float32 ones stay so, the rest takes the compute dtype."""
+    element = DTYPE_BYTES[dtype]
+    return sum(tensor.num_elements * (4 if tensor.kind == "fp32" else element) for tensor in expected_tensors(spec).values())
+
+
+def block_bytes(spec: ModelSpec, block_size: int, dtype: str) -> int:
+    """Bytes one KV block takes on the device."""
+    element = DTYPE_BYTES[dtype]
+    if isinstance(spec, DenseSpec):
+        return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * block_size * element
+    rows = sum(block_size // spec.compress_ratios[layer] for layer in spec.kv_source_layer_ids)
+    return rows * (spec.head_dim + spec.index_head_dim) * element
+
+
+def fixed_cache_bytes(spec: ModelSpec, config: CacheConfig, dtype: str) -> int:
+    """Bytes of what does not grow with blocks: window rings, staging rows, tails and compressor state (V4.1 only)."""
+    if isinstance(spec, DenseSpec):
+        return 0
+    element = DTYPE_BYTES[dtype]
+    drafted_rows = config.max_running * spec.dspark.block_size if spec.dspark else 0
+    rows = (
+        config.max_running * (spec.sliding_window + config.max_draft_tokens + _WINDOW_SLACK_ROWS)
+        + max(config.max_batched_tokens, drafted_rows)
+        + config.num_tails * spec.sliding_window
+    )
+    pair_layers = sum(1 for layer in spec.kv_source_layer_ids if spec.compress_ratios[layer] == 2)
+    pair_rows = config.max_running * (config.max_draft_tokens + _WINDOW_SLACK_ROWS) + config.max_batched_tokens
+    return rows * spec.num_window_layers * spec.head_dim * element + pair_layers * pair_rows * 2 * spec.head_dim * _STATE_BYTES
+
+
+def plan_memory(spec: ModelSpec, config: CacheConfig, dtype: str) -> MemoryPlan:
+    """The prediction for a cache of ``config``'s sizes."""
+    return MemoryPlan(
+        weight_bytes(spec, dtype), block_bytes(spec, config.block_size, dtype), fixed_cache_bytes(spec, config, dtype), config.num_blocks
+    )
+
+
+def blocks_for(spec: ModelSpec, config: CacheConfig, dtype: str, budget_bytes: int) -> int:
+    """Blocks that fit beside the weights. Raises ConfigError with the sum and two remedies where not even one does."""
+    plan = plan_memory(spec, config, dtype)
+    left = budget_bytes - plan.weight_bytes - plan.fixed_cache_bytes
+    if left < plan.block_bytes:
+        raise ConfigError(
+            f"{spec.name} does not fit: weights {plan.weight_bytes} B + window state {plan.fixed_cache_bytes} B + one block "
+            f"{plan.block_bytes} B exceed the budget of {budget_bytes} B; raise --mem-fraction-static or lower --max-running-requests"
+        )
+    return left // plan.block_bytes
+
+
+def smallest_block_multiple(spec: ModelSpec) -> int:
+    """Blocks must hold whole compressed rows: the largest compress ratio, 1 for the dense family."""
+    return max((1, *spec.compress_ratios)) if isinstance(spec, V41Spec) else 1
