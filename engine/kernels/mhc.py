@@ -31,7 +31,7 @@ def mhc_mix(
     num_tokens, num_streams, _ = streams_TSD.shape
     flat_TZ = streams_TSD.reshape(num_tokens, -1).float()
     mixed_TM = functional.linear(functional.rms_norm(flat_TZ, flat_TZ.shape[-1:], None, norm_eps), fn_MZ, base_M)
-    pre_TS, post_TS, comb_TC = mixed_TM.split((num_streams, num_streams, num_streams * num_streams), dim=-1)
+    pre_TS, post_TS, comb_TC = mixed_TM.split_with_sizes((num_streams, num_streams, num_streams * num_streams), dim=-1)
     start_TSS = torch.softmax(comb_TC.reshape(num_tokens, num_streams, num_streams), dim=-1) + eps
     return torch.sigmoid(pre_TS) + eps, torch.sigmoid(post_TS) * 2.0, sinkhorn(start_TSS, iterations, eps)
 

@@ -30,7 +30,7 @@ def attention(
     capture: frozenset[str],
 ) -> Tensor:
     """The sublayer's output [T, D]; writes the step's rows into ``cache``. ``step`` carries the selection from layer to layer."""
-    parts = functional.linear(x_TD, layer.in_proj).split(layer.in_sizes, dim=-1)
+    parts = functional.linear(x_TD, layer.in_proj).split_with_sizes(layer.in_sizes, dim=-1)
     low_TQ = rms_norm(parts[0], layer.q_norm, spec.rms_norm_eps)
     rotation = step.rotation_compressed if layer.ratio else step.rotation_plain
     stage_window_rows(parts[1], layer, spec, rotation, step.stage_start, cache, rounding)

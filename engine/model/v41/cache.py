@@ -70,17 +70,14 @@ class V41Cache:
             rows = self.block_rows(spec.compress_ratios[layer]) * config.num_blocks + 2
             self.main[layer] = torch.zeros((rows, spec.head_dim), dtype=dtype, device=device)
             self.keys[layer] = torch.zeros((rows, spec.index_head_dim), dtype=dtype, device=device)
+        pinned = device.type == "cuda"
         self._host_blocks = [
-            torch.zeros((config.num_host_blocks, *view.shape[1:]), dtype=dtype, pin_memory=device.type == "cuda")
-            for view in self._block_views()
+            torch.zeros((config.num_host_blocks, *view.shape[1:]), dtype=dtype, pin_memory=pinned) for view in self._block_views()
         ]
+        states = config.num_host_states
         self._host_state = _HostState(
-            torch.zeros(
-                (config.num_host_states, self.num_layers, self.ring_rows, spec.head_dim), dtype=dtype, pin_memory=device.type == "cuda"
-            ),
-            torch.zeros(
-                (config.num_host_states, len(self.pair_layers), self.pair_ring_rows, 2 * spec.head_dim), pin_memory=device.type == "cuda"
-            ),
+            torch.zeros((states, self.num_layers, self.ring_rows, spec.head_dim), dtype=dtype, pin_memory=pinned),
+            torch.zeros((states, len(self.pair_layers), self.pair_ring_rows, 2 * spec.head_dim), pin_memory=pinned),
         )
 
     def block_rows(self, ratio: int) -> int:

@@ -94,7 +94,7 @@ class DraftHead:
         for layer, sink in zip(self.layers, self._block_sinks, strict=True):
 
             def attend(x_TD: Tensor, layer: LayerWeights = layer, sink: Tensor = sink) -> Tensor:
-                low_TQ, kv_TC = functional.linear(x_TD, layer.in_proj).split(layer.in_sizes, dim=-1)
+                low_TQ, kv_TC = functional.linear(x_TD, layer.in_proj).split_with_sizes(layer.in_sizes, dim=-1)
                 stage_window_rows(kv_TC, layer, spec, rotation, cache.stage_start, cache, self.model.cache_rounding)
                 low_TQ = rms_norm(low_TQ, layer.q_norm, spec.rms_norm_eps)
                 q_THC = rope_(functional.linear(low_TQ, layer.wq_b).view(-1, spec.num_heads, spec.head_dim), rotation)

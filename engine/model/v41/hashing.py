@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
-import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
+from tokenizers import Regex, Tokenizer, normalizers
 from torch import Tensor
 
 from engine.core.specs import EngramSpec
@@ -17,7 +15,6 @@ from engine.core.specs import EngramSpec
 _SEED_STEP = 10007  # the multiplier generator of layer l is seeded with 10007 * l
 _INT64_MAX = 2**63 - 1
 _PROTECTED_SPACE = "\ue000"  # private use: keeps a text that is one space from being stripped away
-_WHITESPACE_RUN = re.compile(r"[ \t\r\n]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +62,7 @@ def build_token_map(tokenizer: Tokenizer) -> tuple[Tensor, int]:
     A token's key is its text decoded alone, normalised (case, accents, width and white space folded); the text itself where that
     leaves nothing; the raw vocabulary string where the bytes are no valid text (U+FFFD).
     """
+    fold = _folding()
     classes: dict[str, int] = {}
     token_map = []
     for token in range(tokenizer.get_vocab_size(with_added_tokens=True)):
@@ -72,15 +70,22 @@ def build_token_map(tokenizer: Tokenizer) -> tuple[Tensor, int]:
         if "\ufffd" in text:
             key = tokenizer.id_to_token(token) or ""
         else:
-            key = _normalise(text) or text
+            key = fold.normalize_str(text) or text
         token_map.append(classes.setdefault(key, len(classes)))
     return torch.tensor(token_map, dtype=torch.int64), len(classes)
 
 
-def _normalise(text: str) -> str:
-    text = unicodedata.normalize("NFD", unicodedata.normalize("NFKC", text))
-    text = "".join(char for char in text if unicodedata.category(char) != "Mn").lower()
-    text = _WHITESPACE_RUN.sub(" ", text)
-    if text == " ":
-        text = _PROTECTED_SPACE
-    return text.strip().replace(_PROTECTED_SPACE, " ")
+def _folding() -> normalizers.Normalizer:
+    """The text folding, from the tokenizers library: Python's Unicode tables and ``strip`` differ from its own on some 700 tokens."""
+    return normalizers.Sequence(
+        [
+            normalizers.NFKC(),
+            normalizers.NFD(),
+            normalizers.StripAccents(),
+            normalizers.Lowercase(),
+            normalizers.Replace(Regex(r"[ \t\r\n]+"), " "),
+            normalizers.Replace(Regex(r"^ $"), _PROTECTED_SPACE),
+            normalizers.Strip(),
+            normalizers.Replace(_PROTECTED_SPACE, " "),
+        ]
+    )
