@@ -48,17 +48,25 @@ class Option:
             return self._switch(value, where)
         if isinstance(value, bool):
             raise ConfigError(f"{where} is {value!r}; needed: {self._allowed()}")
-        try:
-            converted = self.kind(value)  # type: ignore[call-overload]
-        except (TypeError, ValueError):
-            raise ConfigError(f"{where} is {value!r}; needed: {self._allowed()}") from None
-        if self.kind is int and isinstance(value, float) and value != converted:
-            raise ConfigError(f"{where} is {value!r}; needed: {self._allowed()}")
+        converted = self._convert(value, where)
         if self.choices and converted not in self.choices:
             raise ConfigError(f"{where} is {value!r}; needed: {self._allowed()}")
-        if self.kind is not str and not (math.isfinite(converted) and self.low <= converted <= self.high):
+        if not isinstance(converted, str) and not (math.isfinite(converted) and self.low <= converted <= self.high):
             raise ConfigError(f"{where} is {value!r}; needed: {self._allowed()}")
-        return converted  # type: ignore[no-any-return]
+        return converted
+
+    def _convert(self, value: object, where: str) -> int | float | str:
+        try:
+            if self.kind is str:
+                return str(value)
+            if self.kind is int:
+                # A TOML float is no integer, and int("1.5") refuses by itself.
+                if isinstance(value, float) and not value.is_integer():
+                    raise ValueError
+                return int(value)  # type: ignore[call-overload,no-any-return]
+            return float(value)  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            raise ConfigError(f"{where} is {value!r}; needed: {self._allowed()}") from None
 
     def _switch(self, value: object, where: str) -> bool:
         words = {"1": True, "true": True, "on": True, "yes": True, "0": False, "false": False, "off": False, "no": False}

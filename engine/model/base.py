@@ -105,6 +105,10 @@ class Model(Protocol):
 
     def forward(self, batch: ForwardBatch, cache: KVCache, capture: frozenset[str] = frozenset()) -> ForwardOutput: ...
 
+    def num_bytes(self) -> int:
+        """Device bytes of the weights as held."""
+        ...
+
     def draft(self, request: DraftRequest, cache: KVCache) -> DraftOutput:
         """Raises ConfigError where the model has no draft."""
         ...

@@ -68,6 +68,26 @@ class Runner:
         self._draft_probs_S: list[_DraftProbs | None] = [None] * config.max_running
         self._arange_K = torch.arange(max(config.max_draft_tokens, 1) + 1, device=self.device)
 
+    @property
+    def vocab_size(self) -> int:
+        return self.model.spec.vocab_size
+
+    @property
+    def context_length(self) -> int:
+        return self.config.context_length
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.model.num_bytes()
+
+    @property
+    def cache_bytes(self) -> int:
+        return self.cache.num_bytes()
+
+    def close(self) -> None:
+        """Nothing outlives the process; the method is where a device would be given back."""
+        self._requests.clear()
+
     # -- requests ---------------------------------------------------------------------------------------------------------
 
     def register(self, request: RequestId, tokens: Sequence[int], params: SamplingParams, seed: int) -> None:

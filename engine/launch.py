@@ -1,0 +1,153 @@
+"""From options and a model folder to an EngineConfig: everything that is decided before a worker starts, torch-free.
+
+What cannot work fails here, before weights are read, with the numbers in the text.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import msgspec
+
+from engine.actors.config import EngineConfig, GatewayConfig, SupervisionConfig, WorkerConfig
+from engine.core.cache_config import CacheConfig
+from engine.core.errors import ConfigError
+from engine.core.layout import Layout, parse_layout
+from engine.core.memory import MemoryPlan, blocks_for, plan_memory, smallest_block_multiple
+from engine.core.scheduler_config import SchedulerConfig
+from engine.core.specs import ModelSpec
+from engine.device import DeviceInfo, resolve_device
+from engine.options import Resolved
+
+# A CPU's memory is shared with everything else on the machine, so the default KV pool takes a modest part of what is free.
+CPU_SHARE = 0.25
+TAILS_PER_REQUEST = 4
+
+
+class Launch(msgspec.Struct, frozen=True):
+    """A checked plan of an engine: what will run where, and the memory it will take per rank."""
+
+    config: EngineConfig
+    spec: ModelSpec
+    device: DeviceInfo
+    memory: MemoryPlan
+    layout: Layout
+    budget_bytes: int
+
+
+def plan_launch(options: Resolved, spec: ModelSpec, model: str) -> Launch:
+    """Size the caches and fill the actors' configuration. Raises ConfigError for whatever cannot work."""
+    layout = parse_layout(options["layout"])
+    _refuse_what_is_not_built(options, layout)
+    device = resolve_device(options["device"])
+    dtype = "bfloat16" if options["dtype"] == "auto" else options["dtype"]
+    budget_bytes = int(device.free_bytes * options["mem_fraction_static"] * (CPU_SHARE if device.device == "cpu" else 1.0))
+    cache = _cache_config(options, spec, dtype, budget_bytes)
+    memory = plan_memory(spec, cache, dtype)
+    if memory.total_bytes > device.free_bytes:
+        raise ConfigError(
+            f"weights {memory.weight_bytes} B and KV {memory.cache_bytes} B exceed the {device.free_bytes} B free on {device.device}; "
+            "lower --max-total-tokens or --max-running-requests"
+        )
+    scheduler = SchedulerConfig(
+        cache=cache,
+        eos_token_ids=spec.eos_token_ids,
+        chunked_prefill_size=options["chunked_prefill_size"],
+        draft_tokens=options["draft_tokens"],
+        has_sequence_state=spec.has_sequence_state,
+        prefix_caching=not options["disable_radix_cache"],
+        order_policy=options["order_policy"],
+        eviction_policy=options["eviction_policy"],
+        max_waiting=options["max_waiting_requests"],
+        swap_threshold_tokens=max(options["swap_threshold_tokens"], 1) if cache.num_host_blocks else None,
+    )
+    worker = WorkerConfig(
+        name="worker-0",
+        model=model,
+        cache=cache,
+        dtype=dtype,
+        device=device.device,
+        layout=options["layout"],
+        load_format=options["load_format"],
+        random_seed=options["random_seed"],
+        num_threads=options["num_threads"] or (os.cpu_count() or 1),
+        cache_rounding=options["cache_rounding"] == "on",
+        engram=options["engram"],
+    )
+    config = EngineConfig(
+        workers=(worker,),
+        scheduler=scheduler,
+        supervision=SupervisionConfig(
+            heartbeat_interval_s=min(0.5, options["heartbeat_timeout"] / 2),
+            heartbeat_timeout_s=options["heartbeat_timeout"],
+            step_timeout_s=options["step_timeout"],
+            start_timeout_s=options["start_timeout"],
+            shutdown_timeout_s=options["shutdown_timeout"],
+            on_worker_death=options["on_worker_death"],
+        ),
+        gateway=GatewayConfig(
+            max_requests=options["max_waiting_requests"] + options["max_running_requests"],
+            seed=options["random_seed"] if options.origins["random_seed"] != "default" else None,
+        ),
+    )
+    config.validate()
+    return Launch(config, spec, device, memory, layout, budget_bytes)
+
+
+def _refuse_what_is_not_built(options: Resolved, layout: Layout) -> None:
+    reason = layout.why_not_runnable()
+    if reason is not None:
+        raise ConfigError(f"--layout {options['layout']}: {reason}")
+    if options["engram"] == "host":
+        raise ConfigError("--engram host is not available in this release; on one rank 'gpu' and 'replicated' are the same")
+    for name in ("redundant_experts", "draft_redundant_experts"):
+        if options[name]:
+            raise ConfigError(f"--{name.replace('_', '-')} {options[name]} needs expert parallelism, which this release does not run; use 0")
+
+
+def _cache_config(options: Resolved, spec: ModelSpec, dtype: str, budget_bytes: int) -> CacheConfig:
+    block_size = options["block_size"]
+    multiple = smallest_block_multiple(spec)
+    if block_size % multiple:
+        raise ConfigError(f"--block-size is {block_size}; {spec.name} needs a multiple of {multiple}")
+    if options["draft_tokens"] > spec.max_draft_tokens:
+        raise ConfigError(f"--draft-tokens is {options['draft_tokens']}; {spec.name} drafts at most {spec.max_draft_tokens}")
+    max_running = options["max_running_requests"]
+    batched = max(options["max_num_batched_tokens"], max_running * (1 + options["draft_tokens"]))
+    tails = options["num_window_tails"]
+    if tails is None:
+        tails = TAILS_PER_REQUEST * max_running
+    if not spec.has_sequence_state or options["disable_radix_cache"]:
+        tails = 0
+    host_blocks = options["swap_space_tokens"] // block_size
+    base = CacheConfig(
+        num_blocks=1,
+        block_size=block_size,
+        max_running=max_running,
+        max_batched_tokens=batched,
+        context_length=_context_length(options, spec),
+        max_draft_tokens=options["draft_tokens"],
+        num_tails=tails,
+        num_host_blocks=host_blocks,
+        num_host_states=max_running if host_blocks else 0,
+    )
+    if options["max_total_tokens"] is not None:
+        num_blocks = options["max_total_tokens"] // block_size
+        if not num_blocks:
+            raise ConfigError(f"--max-total-tokens is {options['max_total_tokens']}; needed: at least one block of {block_size} tokens")
+    else:
+        # More blocks than every slot at full length could use would only cost memory.
+        useful = max_running * base.max_blocks_per_sequence
+        num_blocks = min(blocks_for(spec, base, dtype, budget_bytes), useful)
+    changes: dict[str, Any] = {"num_blocks": num_blocks}
+    if options["context_length"] is None:
+        changes["context_length"] = min(base.context_length, num_blocks * block_size)
+    return msgspec.structs.replace(base, **changes)
+
+
+def _context_length(options: Resolved, spec: ModelSpec) -> int:
+    asked = options["context_length"]
+    if asked is not None and asked > spec.max_positions:
+        raise ConfigError(f"--context-length is {asked}; {spec.name} has {spec.max_positions} positions")
+    return spec.max_positions if asked is None else int(asked)
