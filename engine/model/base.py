@@ -97,9 +97,11 @@ class KVCache(Protocol):
 class Model(Protocol):
     """A loaded model. ``forward`` writes the batch's KV into ``cache`` and returns the logits of the wanted rows."""
 
-    spec: ModelSpec
     device: torch.device
     dtype: torch.dtype
+
+    @property
+    def spec(self) -> ModelSpec: ...
 
     def new_cache(self, config: CacheConfig) -> KVCache: ...
 
