@@ -6,11 +6,13 @@ What cannot work fails here, before weights are read, with the numbers in the te
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from engine.actors.config import EngineConfig, GatewayConfig, SupervisionConfig, WorkerConfig
+from engine.chat_template import ChatTemplate
 from engine.core.cache_config import CacheConfig
 from engine.core.errors import ConfigError
 from engine.core.layout import Layout, parse_layout
@@ -18,11 +20,36 @@ from engine.core.memory import MemoryPlan, blocks_for, plan_memory, smallest_blo
 from engine.core.scheduler_config import SchedulerConfig
 from engine.core.specs import ModelSpec
 from engine.device import DeviceInfo, resolve_device
+from engine.model.files import ModelFiles, read_model_files
 from engine.options import Resolved
+from engine.tokenizer import Tokenizer
 
 # A CPU's memory is shared with everything else on the machine, so the default KV pool takes a modest part of what is free.
 CPU_SHARE = 0.25
 TAILS_PER_REQUEST = 4
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """What the parent process needs of a model: its spec, its files and, where it has one, its tokenizer."""
+
+    files: ModelFiles
+    tokenizer: Tokenizer | None
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.files.spec
+
+
+def open_model(name_or_path: str) -> OpenedModel:
+    """Resolve and read everything but the weights. Raises ConfigError naming the file at fault."""
+    files = read_model_files(name_or_path)
+    if files.tokenizer_json is None:
+        return OpenedModel(files, None)
+    if files.is_gguf:
+        template = ChatTemplate(files.chat_template) if files.chat_template else None
+        return OpenedModel(files, Tokenizer(files.tokenizer_json, eos_token_ids=files.spec.eos_token_ids, chat_template=template))
+    return OpenedModel(files, Tokenizer.from_folder(files.path))
 
 
 class Launch(msgspec.Struct, frozen=True):
@@ -103,7 +130,9 @@ def _refuse_what_is_not_built(options: Resolved, layout: Layout) -> None:
         raise ConfigError("--engram host is not available in this release; on one rank 'gpu' and 'replicated' are the same")
     for name in ("redundant_experts", "draft_redundant_experts"):
         if options[name]:
-            raise ConfigError(f"--{name.replace('_', '-')} {options[name]} needs expert parallelism, which this release does not run; use 0")
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {options[name]} needs expert parallelism, which this release does not run; use 0"
+            )
 
 
 def _cache_config(options: Resolved, spec: ModelSpec, dtype: str, budget_bytes: int) -> CacheConfig:

@@ -1,0 +1,16 @@
+"""The engine's sub-commands: each module adds a parser and runs it. Heavy imports happen inside ``run``."""
+
+from __future__ import annotations
+
+import argparse
+
+from engine.cli import bench, check, generate, logits, models
+
+
+def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the engine's commands to the console script."""
+    generate.add_parser(commands)
+    logits.add_parser(commands)
+    models.add_parser(commands)
+    check.add_parser(commands)
+    bench.add_parser(commands)

@@ -1,0 +1,72 @@
+"""What several commands share: the engine's flags, resolving a model, opening an engine, printing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from engine.config import ENGINE_OPTIONS, SAMPLING_OPTIONS
+from engine.core.errors import RequestError
+from engine.core.sampling import SamplingParams
+from engine.options import Option, Resolved, add_arguments, resolve
+
+
+def add_common_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout; everything else goes to stderr")
+    parser.add_argument("--log-level", metavar="LEVEL", help="debug, info, warning (default) or error; env TWINFER_LOG_LEVEL")
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser, extra: Sequence[Option] = ()) -> None:
+    add_common_arguments(parser)
+    parser.add_argument("--config", metavar="FILE", help="TOML file with any of these options; the command line and environment win")
+    parser.add_argument("--print-config", action="store_true", help="print every option, its value and its origin, then exit")
+    add_arguments(parser, ENGINE_OPTIONS, "engine options")
+    if extra:
+        add_arguments(parser, extra, "sampling options")
+
+
+def resolve_options(arguments: argparse.Namespace, extra: Sequence[Option] = ()) -> Resolved:
+    return resolve((*ENGINE_OPTIONS, *extra), vars(arguments), os.environ, arguments.config)
+
+
+def print_config(options: Resolved, as_json: bool) -> int:
+    if as_json:
+        print_json({key: {"value": options.values[key], "origin": options.origins[key]} for key in options.values})
+    else:
+        print(options.describe())
+    return 0
+
+
+def sampling_params(options: Resolved, **overrides: Any) -> SamplingParams:
+    """SamplingParams from resolved options, with per-prompt overrides. Raises RequestError for an override nobody knows."""
+    known = {option.key: option for option in SAMPLING_OPTIONS}
+    values = {key: options[key] for key in known}
+    for key, value in overrides.items():
+        if key not in known:
+            raise RequestError(f"{key} is not a sampling option; known: {', '.join(sorted(known))}", param=key)
+        values[key] = known[key].parse(value, "prompts file")
+    return SamplingParams(**values)
+
+
+def print_json(value: object) -> None:
+    """One JSON object on stdout. Refuses what JSON cannot say (NaN) rather than print it."""
+    json.dump(msgspec.to_builtins(value), sys.stdout, ensure_ascii=False, allow_nan=False)
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+
+
+def human_bytes(count: int) -> str:
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count} B"
+
+
+def log(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,222 @@
+"""``twinfer generate``: offline generation through the actors. The completion alone goes to stdout."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from engine.cli.common import (
+    add_engine_arguments,
+    log,
+    print_config,
+    print_json,
+    resolve_options,
+    sampling_params,
+)
+from engine.config import SAMPLING_OPTIONS
+from engine.core.errors import RequestError, TwinferError
+
+if TYPE_CHECKING:
+    from engine.actors.config import EngineConfig
+    from engine.actors.gateway import Completion, Gateway, Generation
+    from engine.options import Resolved
+    from engine.tokenizer import Tokenizer
+
+MAX_PROMPTS = 65536
+MAX_PROMPTS_FILE_BYTES = 256 << 20
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("generate", help="complete prompts offline", description=__doc__)
+    parser.add_argument("model", metavar="MODEL", help="tiny-v41, smollm2-135m, a folder with config.json + safetensors, or a .gguf file")
+    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated")
+    parser.add_argument(
+        "--prompts-file", metavar="FILE", help='one JSON per line: {"prompt": "...", and any sampling option}; - reads standard input'
+    )
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end the completion before this text; may be repeated")
+    parser.add_argument("--n", type=int, default=1, metavar="N", help="samples per prompt (default 1)")
+    parser.add_argument("--chat", action="store_true", help="render each prompt as a user message with the model's chat template")
+    add_engine_arguments(parser, SAMPLING_OPTIONS)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    options = resolve_options(arguments, SAMPLING_OPTIONS)
+    if arguments.print_config:
+        return print_config(options, arguments.json)
+    entries = [{"prompt": prompt} for prompt in arguments.prompt]
+    if arguments.prompts_file:
+        entries += read_prompts(arguments.prompts_file)
+    if not entries:
+        raise RequestError("no prompt; give --prompt TEXT or --prompts-file FILE", param="prompt")
+    if len(entries) > MAX_PROMPTS:
+        raise RequestError(f"{len(entries)} prompts; at most {MAX_PROMPTS}", param="prompt")
+
+    from engine.launch import open_model, plan_launch
+
+    model = open_model(arguments.model)
+    generations = [_generation(entry, options, arguments, model.tokenizer) for entry in entries]
+    launch = plan_launch(options, model.spec, arguments.model)
+    return trio.run(_generate, launch.config, model.tokenizer, generations, arguments)
+
+
+def read_prompts(path: str) -> list[dict[str, Any]]:
+    """Entries of a prompts file, every line checked. Raises RequestError naming the line."""
+    if path == "-":
+        text = sys.stdin.read(MAX_PROMPTS_FILE_BYTES + 1)
+    else:
+        try:
+            if Path(path).stat().st_size > MAX_PROMPTS_FILE_BYTES:
+                raise RequestError(f"{path}: larger than {MAX_PROMPTS_FILE_BYTES} bytes", param="prompts-file")
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RequestError(f"{path}: {error}", param="prompts-file") from None
+    entries: list[dict[str, Any]] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise RequestError(f"{path}, line {number}: not JSON ({error})", param="prompts-file") from None
+        if isinstance(entry, str):
+            entry = {"prompt": entry}
+        if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str):
+            raise RequestError(f'{path}, line {number}: needed: a JSON text or an object with a text "prompt"', param="prompts-file")
+        entries.append(entry)
+    return entries
+
+
+def _generation(entry: dict[str, Any], options: Resolved, arguments: argparse.Namespace, tokenizer: Tokenizer | None) -> Generation:
+    from engine.actors.gateway import Generation
+
+    overrides = {key: value for key, value in entry.items() if key not in ("prompt", "stop", "n")}
+    stop = entry.get("stop", arguments.stop)
+    stop = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stop, list) or not all(isinstance(text, str) for text in stop):
+        raise RequestError(f"stop is {stop!r}; needed: a text or a list of texts", param="stop")
+    prompt, special = entry["prompt"], True
+    if arguments.chat:
+        if tokenizer is None:
+            raise RequestError("--chat needs a tokenizer, and the model has none", param="chat")
+        prompt, special = tokenizer.render_chat([{"role": "user", "content": prompt}], add_generation_prompt=True), False
+    return Generation(
+        prompt=prompt,
+        params=sampling_params(options, **overrides),
+        n=entry.get("n", arguments.n),
+        stop=tuple(stop),
+        add_special_tokens=special,
+    )
+
+
+async def _generate(
+    config: EngineConfig, tokenizer: Tokenizer | None, generations: Sequence[Generation], arguments: argparse.Namespace
+) -> int:
+    from engine.actors.supervisor import open_engine
+
+    completions: list[Completion | TwinferError | None] = [None] * len(generations)
+    start_s = trio.current_time()
+    async with open_engine(config, tokenizer, handle_signals=True) as engine:
+        ready_s = trio.current_time() - start_s
+        # All enter together, bounded by what the gateway admits: it would refuse the rest.
+        limiter = trio.CapacityLimiter(max(1, config.gateway.max_requests // max(generation.n for generation in generations)))
+        begin_s = trio.current_time()
+        if len(generations) == 1 and generations[0].n == 1 and not arguments.json:
+            return await _stream_one(engine, generations[0])
+        async with trio.open_nursery() as nursery:
+            for index, generation in enumerate(generations):
+                nursery.start_soon(_complete, engine, generation, completions, index, limiter)
+        elapsed_s = trio.current_time() - begin_s
+        first_error = _print(arguments, config, generations, completions, ready_s, elapsed_s)
+    if engine.exit_code:
+        return engine.exit_code
+    return 0 if first_error is None else _error_code(first_error)
+
+
+async def _stream_one(engine: Gateway, generation: Generation) -> int:
+    async with engine.generate(generation) as stream:
+        async for output in stream:
+            sys.stdout.write(output.text)
+            sys.stdout.flush()
+            if output.finish_reason == "abort":
+                log("twinfer generate: stopped before the completion was finished")
+    sys.stdout.write("\n")
+    return engine.exit_code
+
+
+async def _complete(
+    engine: Gateway,
+    generation: Generation,
+    completions: list[Completion | TwinferError | None],
+    index: int,
+    limiter: trio.CapacityLimiter,
+) -> None:
+    """One request; its own error does not take the others down, a dead worker's reaches all of them anyway."""
+    async with limiter:
+        try:
+            completions[index] = await engine.complete(generation)
+        except TwinferError as error:
+            completions[index] = error
+
+
+def _print(
+    arguments: argparse.Namespace,
+    config: EngineConfig,
+    generations: Sequence[Generation],
+    completions: Sequence[Completion | TwinferError | None],
+    ready_s: float,
+    elapsed_s: float,
+) -> TwinferError | None:
+    outputs: list[dict[str, Any]] = []
+    first_error: TwinferError | None = None
+    for generation, completion in zip(generations, completions, strict=True):
+        if completion is None or isinstance(completion, TwinferError):
+            error = completion or TwinferError("stopped before the request was finished")
+            first_error = first_error or error
+            outputs.append({"prompt": generation.prompt, "error": {"type": type(error).__name__, "message": str(error)}})
+            continue
+        for index, sample in enumerate(completion.samples):
+            outputs.append(
+                {
+                    "prompt": generation.prompt,
+                    "index": index,
+                    "text": sample.text,
+                    "token_ids": sample.token_ids,
+                    "logprobs": sample.logprobs if generation.params.logprobs is not None else None,
+                    "finish_reason": sample.finish_reason,
+                    "stop_reason": sample.stop_reason,
+                    "seed": completion.seed,
+                    "usage": completion.usage,
+                }
+            )
+    num_tokens = sum(len(output.get("token_ids", ())) for output in outputs)
+    if arguments.json:
+        print_json(
+            {
+                "model": config.workers[0].model,
+                "layout": config.workers[0].layout,
+                "outputs": outputs,
+                "ready_s": ready_s,
+                "elapsed_s": elapsed_s,
+                "output_tokens": num_tokens,
+                "output_tokens_per_s": num_tokens / elapsed_s if elapsed_s > 0 else None,
+            }
+        )
+        return first_error
+    for output in outputs:
+        if "error" in output:
+            log(f"twinfer generate: {output['error']['message']}")
+        else:
+            print(output["text"])
+    log(f"{num_tokens} tokens in {elapsed_s:.2f} s")
+    return first_error
+
+
+def _error_code(error: TwinferError) -> int:
+    return 2 if isinstance(error, RequestError) else 1
