@@ -36,19 +36,19 @@ def prefers_dense(num_tokens: int, w2_EID: Tensor) -> bool:
 
 
 def expert_gemm_dense(
-    x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, w13_EJD: Tensor, w2_EID: Tensor, always_E: Tensor, limit: float
+    x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, w13_EJD: Tensor, w2_EID: Tensor, always_1E: Tensor, limit: float
 ) -> Tensor:
     """Every expert for every token in two GEMMs, unchosen ones weighted 0; for few tokens and small experts.
 
-    ``always_E`` float32 holds the weight an expert has without being chosen: 0 for routed ones, 1 for shared experts appended to
+    ``always_1E`` float32 holds the weight an expert has without being chosen: 0 for routed ones, 1 for shared experts appended to
     the routed ones (a shared expert of n * I is n experts of I). The weight is applied before w2. Returns [T, D].
     """
     num_tokens = x_TD.shape[0]
     num_experts, inner, hidden = w2_EID.shape
     both_TE2I = functional.linear(x_TD, w13_EJD.view(-1, hidden)).view(num_tokens, num_experts, 2, inner)
-    weights_TE = always_E.expand(num_tokens, num_experts).scatter(1, ids_TK, weights_TK)
+    weights_TE = always_1E.expand(num_tokens, num_experts).scatter(1, ids_TK, weights_TK)
     inner_TEI = swiglu(both_TE2I[:, :, 0], both_TE2I[:, :, 1], limit, weights_TE.unsqueeze(-1))
-    return inner_TEI.view(num_tokens, -1) @ w2_EID.view(-1, hidden)
+    return inner_TEI.flatten(1) @ w2_EID.view(-1, hidden)
 
 
 def expert_gemm(x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, w13_EJD: Tensor, w2_EID: Tensor, limit: float) -> Tensor:
@@ -64,4 +64,4 @@ def expert_gemm(x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, w13_EJD: Tenso
     gate_PI, up_PI = functional.grouped_mm(sorted_PD, w13_EJD.mT, offs=ends_E).chunk(2, dim=-1)
     inner_PI = swiglu(gate_PI, up_PI, limit, weights_TK.flatten().index_select(0, order_P).unsqueeze(-1))
     out_PD = functional.grouped_mm(inner_PI, w2_EID, offs=ends_E)
-    return out_PD.index_select(0, order_P.argsort()).view(num_tokens, top_k, -1).sum(1)
+    return out_PD.index_select(0, order_P.argsort()).view(num_tokens, top_k, x_TD.shape[1]).sum(1)

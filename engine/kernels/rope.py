@@ -72,7 +72,7 @@ def rope_(x: Tensor, rotation: Tensor, inverse: bool = False) -> Tensor:
     rope_dim = rotation.shape[-2] * 2
     turn = _turn(rotation, x.dim(), inverse)
     part = x[..., -rope_dim:]
-    if x.dtype == torch.float32 and x.stride(-1) == 1 and x.storage_offset() % 2 == 0 and all(s % 2 == 0 for s in x.stride()[:-1]):
+    if x.dtype == torch.float32 and _even(part):
         torch.view_as_complex(part.view(*part.shape[:-1], -1, 2)).mul_(turn)
     else:
         part.copy_(torch.view_as_real(_pairs(part) * turn).flatten(-2))
@@ -104,4 +104,13 @@ def _turn(rotation: Tensor, dims: int, inverse: bool) -> Tensor:
 
 def _pairs(x: Tensor) -> Tensor:
     """Adjacent elements of the last dimension as complex64 numbers."""
-    return torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+    wide = x.float()
+    if not _even(wide):
+        wide = wide.contiguous()
+    return torch.view_as_complex(wide.view(*wide.shape[:-1], -1, 2))
+
+
+def _even(x: Tensor) -> bool:
+    """Whether pairs of neighbours can be viewed as complex numbers in place."""
+    *outer, inner = x.stride()
+    return inner == 1 and x.storage_offset() % 2 == 0 and all(stride % 2 == 0 for stride in outer)

@@ -78,6 +78,8 @@ class V41Model:
     def forward(self, batch: ForwardBatch, cache: KVCache, capture: frozenset[str] = frozenset()) -> ForwardOutput:
         """Logits of ``batch.logit_rows_R``. Captures: "topk.layer{i}", "streams.after_layer" [T, L, S, D], "engram.row_ids" [T, E, C]."""
         assert isinstance(cache, V41Cache)
+        if batch.token_ids_T.shape[0] == 0:  # an idle rank
+            return ForwardOutput(torch.zeros((0, self.spec.vocab_size), device=self.device))
         step = self.builder.build(batch, cache)
         row_ids_TEC = self._engram_rows(batch)
         streams_TSD = self.embed(batch.token_ids_T)
