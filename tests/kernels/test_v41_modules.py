@@ -20,8 +20,8 @@ from engine.kernels.indexer import candidate_blocks
 from engine.kernels.mhc import mhc_collapse, mhc_expand, mhc_fold, mhc_mix
 from engine.kernels.norm import rms_norm
 from engine.kernels.rope import rope, rope_, rope_frequencies, rope_rotation
-from engine.kernels.router import router
 from engine.kernels.rounding import round_fp4_index, round_fp4_kv, round_fp8
+from engine.kernels.router import router
 from engine.model.v41.hashing import build_token_map, hash_constants
 
 torch.set_num_threads(1)
@@ -153,9 +153,7 @@ def test_compressors(golden: dict[str, Tensor], meta: dict[str, Any]) -> None:
 
 
 def test_candidate_blocks(golden: dict[str, Tensor]) -> None:
-    keep = candidate_blocks(
-        golden["cand.scores"], golden["cand.visible"], int(golden["cand.block_size"]), int(golden["cand.topk_blocks"])
-    )
+    keep = candidate_blocks(golden["cand.scores"], golden["cand.visible"], int(golden["cand.block_size"]), int(golden["cand.topk_blocks"]))
     assert torch.equal(keep.to(torch.uint8), golden["cand.keep"])
 
 
