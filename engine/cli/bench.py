@@ -73,9 +73,10 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.components:
             point["components"] = trio.run(_measure, launch, batch, arguments, True)["components"]
         points.append(point)
+        spread = f"p10 {point['step_p10_s'] * 1e3:.2f}, p90 {point['step_p90_s'] * 1e3:.2f}, n {point['n']}"
         log(
-            f"batch {batch}: step {point['step_s'] * 1e3:.2f} ms (p10 {point['step_p10_s'] * 1e3:.2f}, p90 {point['step_p90_s'] * 1e3:.2f}, "
-            f"n {point['n']}), forward {point['forward_s'] * 1e3:.2f} ms, {point['tokens_per_s']:.1f} tokens/s"
+            f"batch {batch}: step {point['step_s'] * 1e3:.2f} ms ({spread}), forward {point['forward_s'] * 1e3:.2f} ms, "
+            f"{point['tokens_per_s']:.1f} tokens/s"
         )
     if arguments.json:
         print_json({"model": model.spec.name, "layout": options["layout"], "points": points})
@@ -138,7 +139,8 @@ async def _measure(launch: Launch, batch: int, arguments: argparse.Namespace, ti
     async with open_engine(config, None, handle_signals=True, observers=(recorder,)) as engine:
         if arguments.context + arguments.new_tokens > engine.context_length:
             raise ConfigError(
-                f"--context {arguments.context} and --new-tokens {arguments.new_tokens} exceed the {engine.context_length} tokens a request may have"
+                f"--context {arguments.context} and --new-tokens {arguments.new_tokens} exceed the {engine.context_length} tokens "
+                "a request may have"
             )
         await _warm_up(engine, launch.spec.vocab_size, arguments)
         first = len(recorder.commit_s)
@@ -229,13 +231,14 @@ def _chosen_steps(
         return [index for index in later if low <= (recorder.num_finished[index] - finished_before) / num_requests <= high]
     if arguments.new_tokens == 1:
         return list(later)[WARM_UP_STEPS - 1 :][:FIRST_BATCHES]
-    full = [
-        index
-        for index in later
-        if len(recorder.plans[index].ranks[0].items) == batch
-        and recorder.plans[index].ranks[0].num_tokens <= batch * (1 + recorder.plans[index].ranks[0].items[0].num_draft_tokens)
-    ]
+    full = [index for index in later if _is_full_decode(recorder.plans[index], batch)]
     return full[WARM_UP_STEPS:][:FIRST_BATCHES]
+
+
+def _is_full_decode(plan: StepPlan, batch: int) -> bool:
+    """All requests of rank 0 decode, none still computes its prompt."""
+    items = plan.ranks[0].items
+    return len(items) == batch and all(item.num_new_tokens == 1 + item.num_draft_tokens for item in items)
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:

@@ -106,7 +106,8 @@ def read_inputs(path: str) -> list[list[int]]:
     ids_BL, lengths_B = tensors["input_ids"], tensors["lengths"]
     if ids_BL.dim() != 2 or lengths_B.dim() != 1 or ids_BL.shape[0] != lengths_B.shape[0] or not 1 <= ids_BL.shape[0] <= MAX_SEQUENCES:
         raise RequestError(
-            f"{path}: input_ids {list(ids_BL.shape)} and lengths {list(lengths_B.shape)}; needed: [B, Lmax] and [B], B from 1 to {MAX_SEQUENCES}",
+            f"{path}: input_ids {list(ids_BL.shape)} and lengths {list(lengths_B.shape)}; "
+            f"needed: [B, Lmax] and [B], B from 1 to {MAX_SEQUENCES}",
             param="input_ids",
         )
     if ids_BL.is_floating_point() or lengths_B.is_floating_point():
