@@ -205,6 +205,7 @@ class PrefixTree:
 
     def _add_leaf(self, parent: Node, key: bytes, blocks: list[int], priority: int) -> Node:
         self.pool.share(blocks)
+        self._tick += 1  # creation ticks are unique: they break the ties of every eviction policy
         leaf = Node(parent, key, blocks, self._tick, priority)
         parent.children[key[: self._block_bytes]] = leaf
         self.num_blocks += len(blocks)

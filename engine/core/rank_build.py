@@ -303,6 +303,8 @@ class RankBuild:
             if child.state is State.FORKING:
                 child.move(Transition.UNFORK)
                 self.unforked.append(child)
+        # Those that forked stay listed until the source's prompt commits: they follow its place in the tree.
+        source.children = [child for child in source.children if child.state is State.RUNNING]
 
     # --- end ----------------------------------------------------------------------------------------------------------------------
 
