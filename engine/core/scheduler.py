@@ -173,8 +173,9 @@ class Scheduler:
         if len(self._uncommitted) >= (1 if self.config.draft_tokens else 2):
             return None
         plan, again = self._build_plan(now_s)
-        if plan is None and again:
-            # Nothing to compute came out, but memory was given back (a preemption, a fork source): now something fits.
+        if plan is None and again and not self._uncommitted:
+            # Nothing to compute came out, but memory was given back (a preemption, a fork source): now something fits. Not while a plan
+            # is uncommitted: a victim must not start again before the commit of whatever still computes it.
             plan, _ = self._build_plan(now_s)
         if plan is None and self.sequences and not self._uncommitted:
             raise InvariantError(f"no progress: {len(self.sequences)} requests are alive and none can run")
