@@ -103,8 +103,8 @@ class Gateway:
 
         Raises RequestError (with the field's name) and CapacityError here; what goes wrong later is raised by the stream.
         """
-        self._check_open(generation)
         self._validate(generation)
+        self._check_open(generation)
         prompt = await self._tokenise(generation)
         self._check_prompt(prompt)
         self._check_open(generation)  # once more: a long prompt took its time
@@ -190,12 +190,11 @@ class Gateway:
     def _check_open(self, generation: Generation) -> None:
         if not self.health.ok:
             raise CapacityError(f"no requests are taken: {self.health.message}")
-        count = max(generation.n, 1)
         for what, number, limit in (
             ("running or waiting", self._scheduler.num_requests, self._config.max_requests),
             ("waiting", self._scheduler.num_waiting, self._limits.max_waiting),
         ):
-            if number + count > limit:
+            if number + generation.n > limit:
                 raise CapacityError(f"{number} requests are {what}; the limit is {limit}", retry_after_s=1.0)
 
     def _validate(self, generation: Generation) -> None:

@@ -53,7 +53,6 @@ async def open_engine(
             if handle_signals:
                 await nursery.start(supervisor.watch_signals)
             await nursery.start(supervisor.run_workers)
-            supervisor.started = True
             with supervisor.body_scope:
                 try:
                     yield supervisor.gateway
@@ -80,10 +79,11 @@ class _Supervisor:
         self._scheduler = SchedulerActor(lambda: Scheduler(config.scheduler), self._cache, config.gateway.max_requests, observers)
         self.gateway = Gateway(config, self._scheduler, tokenizer)
         self.body_scope = trio.CancelScope()
-        self.started = False
+        self.started = False  # once all workers were ready
         self._restarts = config.supervision.on_worker_death == "restart"
         self._life = trio.CancelScope()  # all generations
         self._serving = trio.CancelScope()  # the current one's tasks; its workers are then stopped gracefully
+        self._stopping = False
         self._workers: WorkerGroup | None = None
         self._workers_gone = trio.Event()
 
@@ -96,7 +96,7 @@ class _Supervisor:
             with self._life:
                 while True:
                     error = await self._run_generation(task_status)
-                    if error is None:
+                    if error is None or self._stopping:
                         return
                     if self._scheduler.num_steps:
                         num_restarts = 0
@@ -127,6 +127,9 @@ class _Supervisor:
     async def _serve(self, workers: WorkerGroup, task_status: trio.TaskStatus[None]) -> None:
         """On a failure every request ends with its reason before anything else happens, the workers' end included."""
         self._cache.reset(workers.infos[0].cache_bytes // self._config.scheduler.cache.num_blocks)
+        self._serving = trio.CancelScope()
+        if self._stopping:
+            return
         try:
             with self._serving:
                 async with trio.open_nursery() as nursery:
@@ -134,7 +137,9 @@ class _Supervisor:
                         nursery.start_soon(worker.run_heartbeat)
                     nursery.start_soon(self._scheduler.serve, workers)
                     self.gateway.opened(workers.infos)
-                    task_status.started()
+                    if not self.started:
+                        self.started = True
+                        task_status.started()
         except BaseException as caught:
             error = _single(caught) if isinstance(caught, BaseExceptionGroup) else caught
             if _is_cancellation(error):
@@ -168,6 +173,7 @@ class _Supervisor:
         await self._workers_gone.wait()
 
     def _cancel_generation(self) -> None:
+        self._stopping = True
         self._serving.cancel()
         if self._workers is None:  # between two generations, or loading: there is nothing to be graceful about
             self._life.cancel()
