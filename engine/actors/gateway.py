@@ -18,6 +18,7 @@ from typing import Literal
 import msgspec
 import trio
 
+from engine.actors.cache import CacheManager, CacheStats
 from engine.actors.config import EngineConfig
 from engine.actors.messages import Abort, Ready, Submit
 from engine.actors.scheduler import SchedulerActor
@@ -26,6 +27,7 @@ from engine.core.errors import CapacityError, RequestError, TwinferError
 from engine.core.plan import TokenLogprobs
 from engine.core.request import Request
 from engine.core.sampling import MAX_SEED, SamplingParams
+from engine.core.scheduler_state import Stats
 from engine.detokenize import StopMatcher
 from engine.tokenizer import Tokenizer
 
@@ -78,13 +80,23 @@ class Health(msgspec.Struct, frozen=True):
         return self.state == "ready"
 
 
+class EngineStats(msgspec.Struct, frozen=True):
+    """Gauges and counters of this generation of workers. ``check`` of the core has been passed where ``num_requests`` is 0."""
+
+    health: Health
+    num_requests: int
+    core: Stats
+    cache: CacheStats
+
+
 class Gateway:
     """One per engine. All methods belong to trio's thread."""
 
-    def __init__(self, config: EngineConfig, scheduler: SchedulerActor, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, config: EngineConfig, scheduler: SchedulerActor, cache: CacheManager, tokenizer: Tokenizer | None) -> None:
         self._config = config.gateway
         self._limits = config.scheduler
         self._scheduler = scheduler
+        self._cache = cache
         self.tokenizer = tokenizer
         self.health = Health("starting", "the workers are loading")
         self.workers: tuple[Ready, ...] = ()
@@ -153,6 +165,12 @@ class Gateway:
     def num_requests(self) -> int:
         """Samples not finished yet."""
         return self._scheduler.num_requests
+
+    def stats(self) -> EngineStats:
+        """Counts as of now; where the engine is idle the conservation laws are checked too, and InvariantError raised if one is broken."""
+        if self.num_requests == 0 and self._scheduler.core.num_uncommitted == 0:
+            self._scheduler.core.check()
+        return EngineStats(self.health, self.num_requests, self._scheduler.core.stats(), self._cache.stats())
 
     @property
     def exit_code(self) -> int:
@@ -282,4 +300,4 @@ def _check_int(name: str, value: int, low: int, high: int) -> None:
         raise RequestError(f"{name} is {value}; allowed: an integer from {low} to {high}", param=name)
 
 
-__all__ = ["CompletedSample", "Completion", "Gateway", "Generation", "Health", "RequestStream", "TwinferError", "Usage"]
+__all__ = ["CompletedSample", "Completion", "EngineStats", "Gateway", "Generation", "Health", "RequestStream", "TwinferError", "Usage"]

@@ -77,7 +77,7 @@ class _Supervisor:
         self._worker_module = worker_module
         self._cache = CacheManager(config.scheduler.cache)
         self._scheduler = SchedulerActor(lambda: Scheduler(config.scheduler), self._cache, config.gateway.max_requests, observers)
-        self.gateway = Gateway(config, self._scheduler, tokenizer)
+        self.gateway = Gateway(config, self._scheduler, self._cache, tokenizer)
         self.body_scope = trio.CancelScope()
         self.started = False  # once all workers were ready
         self._restarts = config.supervision.on_worker_death == "restart"
@@ -142,6 +142,8 @@ class _Supervisor:
                         task_status.started()
         except BaseException as caught:
             error = _single(caught) if isinstance(caught, BaseExceptionGroup) else caught
+            if isinstance(error, WorkerError):
+                error = workers.blame(error)
             if _is_cancellation(error):
                 self._scheduler.fail_all(CapacityError("the engine was stopped"))
                 raise

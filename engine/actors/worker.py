@@ -163,6 +163,13 @@ class Worker:
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
+    def killed_by_others(self) -> WorkerError | None:
+        """The error of a worker that a signal from outside has ended; None for any other."""
+        code = self._process.poll()
+        if self._failure is not None or code is None or code >= 0:
+            return None
+        return WorkerError(self.name, _describe_exit(code))
+
     async def _await_pong(self, number: int) -> bool:
         # Late answers to earlier pings come first. They too say that the worker lives.
         while True:
@@ -237,6 +244,13 @@ class WorkerGroup:
         self.graceful = False
         for worker in self.workers:
             worker.kill()
+
+    def blame(self, error: WorkerError) -> WorkerError:
+        """The root of a failure: a worker that was killed makes its neighbours fail too, and they may be heard first."""
+        for worker in self.workers:
+            if worker.name != error.worker and (killed := worker.killed_by_others()) is not None:
+                return killed
+        return error
 
     def queue(self, data_rank: int, command: WorkerCommand) -> None:
         for worker in self.workers:

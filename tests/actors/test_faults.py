@@ -15,6 +15,7 @@ import trio
 
 from engine.actors.gateway import Gateway, Generation
 from engine.actors.supervisor import open_engine
+from engine.actors.worker import open_workers
 from engine.core.errors import CapacityError, ConfigError, WorkerError
 from engine.core.sampling import SamplingParams
 from tests.actors.harness import MODULE, children, engine_config, is_alive, until, until_sync, worker_pids
@@ -114,6 +115,16 @@ async def test_restarts_are_bounded() -> None:
     assert children() == []
 
 
+async def test_the_killed_one_is_blamed_not_its_neighbour() -> None:
+    configs = engine_config(Script(), num_ranks=2)
+    async with open_workers(configs.workers, configs.supervision, MODULE) as group:
+        heard_first = WorkerError("worker-0", "failed during step 3: RuntimeError: connection closed by peer")
+        assert group.blame(heard_first) is heard_first
+        os.kill(group.workers[1].pid, signal.SIGKILL)
+        await until(lambda: group.workers[1].killed_by_others() is not None)
+        assert str(group.blame(heard_first)) == "worker-1: was killed by SIGKILL"
+
+
 async def test_death_while_idle_is_noticed() -> None:
     begin_s = time.monotonic()
 
@@ -147,7 +158,7 @@ async def test_cancel_during_the_start() -> None:
         assert children() == []
 
 
-async def test_cancel_during_a_restart(tmp_path: Path) -> None:
+async def test_cancel_during_a_restart() -> None:
     config = engine_config(Script(kill_at_step=3), on_worker_death="restart", restart_backoff_s=1000.0)
     async with open_engine(config, worker_module=MODULE) as engine:
         with pytest.raises(WorkerError):
