@@ -27,7 +27,7 @@ def admit(scheduler: Scheduler, builds: list[RankBuild], now_s: float) -> None:
         return max(build.rank.match(sequence).num_blocks for build in builds) * config.cache.block_size
 
     for sequence in waiting.first(config.max_scanned, cached_tokens):
-        if sequence.deferred_build == scheduler.build:
+        if scheduler.may_still_be_computed(sequence):
             continue
         if _start_somewhere(scheduler, builds, sequence, reserved, now_s):
             if waiting.admitted(sequence):

@@ -28,11 +28,12 @@ from engine.core.states import State, Transition
 class RankBuild:
     """Orders and items of one rank in one plan, with the token budget that is left. Lives for one ``Scheduler.plan`` call."""
 
-    def __init__(self, rank: RankState, config: SchedulerConfig, now_s: float, build: int, events: list[Event]) -> None:
+    def __init__(self, rank: RankState, config: SchedulerConfig, now_s: float, build: int, step: int, events: list[Event]) -> None:
         self.rank = rank
         self.config = config
         self.now_s = now_s
         self.build = build
+        self.step = step
         self.events = events
         self.budget = config.cache.max_batched_tokens
         self.chunk = config.chunked_prefill_size or self.budget
@@ -167,7 +168,7 @@ class RankBuild:
             victim.move(Transition.PREEMPT)
         rank.release(victim)
         victim.num_preemptions += 1
-        victim.deferred_build = self.build
+        victim.deferred_build, victim.deferred_step = self.build, self.step
         self.victims.append(victim)
         self.events.append(Preempted(self.now_s, victim.id, rank.rank, "swap" if swap else "recompute", num_computed))
 

@@ -48,8 +48,8 @@ class Sequence:
     """
 
     __slots__ = (
-        "blocks", "cached_tokens_first", "children", "deferred_build", "host_blocks", "host_state", "id", "limit", "lock_node",
-        "min_tokens_end", "namespace", "num_computed", "num_expected", "num_locked_blocks", "num_passes", "num_planned",
+        "blocks", "cached_tokens_first", "children", "deferred_build", "deferred_step", "host_blocks", "host_state", "id", "limit",
+        "lock_node", "min_tokens_end", "namespace", "num_computed", "num_expected", "num_locked_blocks", "num_passes", "num_planned",
         "num_preemptions", "num_prompt", "parent", "priority", "prompt_build", "rank", "reserved_rank", "sequence_number", "slot",
         "started", "state", "stop_ids", "target", "tokens",
     )  # fmt: skip
@@ -84,6 +84,7 @@ class Sequence:
         self.num_planned = 0
         self.num_expected = self.num_prompt
         self.target = self.num_prompt  # tokens known when it was last started: up to here it is "prompt", computed in chunks
+        self.deferred_step: int | None = None  # plans before this step may still compute it: it is not admitted before they commit
         self.prompt_build: int | None = None  # the build of the plan that computes the end of the prompt
         # In host memory.
         self.host_blocks: list[int] = []

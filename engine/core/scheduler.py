@@ -163,6 +163,13 @@ class Scheduler:
     def num_uncommitted(self) -> int:
         return len(self._uncommitted)
 
+    def may_still_be_computed(self, sequence: Sequence) -> bool:
+        """An uncommitted plan may have an item of this preempted request, or this very build preempted it: it must not start again yet."""
+        if sequence.deferred_build == self.build:
+            return True
+        step = sequence.deferred_step
+        return step is not None and bool(self._uncommitted) and self._uncommitted[0].plan.step < step
+
     @property
     def has_work(self) -> bool:
         """There are live requests, or plans to commit."""
@@ -174,8 +181,7 @@ class Scheduler:
             return None
         plan, again = self._build_plan(now_s)
         if plan is None and again and not self._uncommitted:
-            # Nothing to compute came out, but memory was given back (a preemption, a fork source): now something fits. Not while a plan
-            # is uncommitted: a victim must not start again before the commit of whatever still computes it.
+            # Nothing to compute came out, but memory was given back (a preemption, a fork source): now something fits.
             plan, _ = self._build_plan(now_s)
         if plan is None and self.sequences and not self._uncommitted:
             raise InvariantError(f"no progress: {len(self.sequences)} requests are alive and none can run")
@@ -183,7 +189,7 @@ class Scheduler:
 
     def _build_plan(self, now_s: float) -> tuple[StepPlan | None, bool]:
         self.build += 1
-        builds = [RankBuild(rank, self.config, now_s, self.build, self.events) for rank in self.ranks]
+        builds = [RankBuild(rank, self.config, now_s, self.build, self.next_step, self.events) for rank in self.ranks]
         gave_back = False
         for build in builds:
             build.plan_running()
@@ -270,17 +276,19 @@ class Scheduler:
             state = sequence.state
             if state is finished:
                 continue  # it ended while this ran: the result is of no use to anybody
-            if outcome is not None and item.num_draft_tokens == 0 and item.num_computed_tokens >= sequence.target and state is running:
-                # The common case: one decoded token.
-                sequence.num_computed += 1
-                token = outcome.tokens[0]
-                tokens = sequence.tokens
-                tokens.append(token)
-                self.num_output_tokens += 1
-                events.append(TokensEmitted(now_s, sequence.id, outcome.tokens, outcome.logprobs))
-                if token in sequence.stop_ids or len(tokens) >= sequence.limit:
-                    self._finish_if_done(sequence, now_s)
-                continue
+            if outcome is not None and state is running and item.num_computed_tokens >= sequence.target:
+                # The common case: decoded tokens, the last of which may end the request.
+                new, tokens = outcome.tokens, sequence.tokens
+                if count == 1 or (len(tokens) + count < sequence.limit and sequence.stop_ids.isdisjoint(new)):
+                    tokens.extend(new)
+                    sequence.num_computed += count
+                    sequence.num_planned += count - 1
+                    sequence.num_expected += count - 1
+                    self.num_output_tokens += count
+                    events.append(TokensEmitted(now_s, sequence.id, new, outcome.logprobs))
+                    if len(tokens) >= sequence.limit or new[-1] in sequence.stop_ids:
+                        self._finish_if_done(sequence, now_s)
+                    continue
             self._commit_item(sequence, item, outcome, now_s)
         if next_result != len(results):
             raise InvariantError(f"the result has {len(results)} items for {next_result} that emit")

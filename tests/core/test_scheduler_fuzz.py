@@ -96,10 +96,10 @@ def run(seed: int, kind: str, actions: int = 250) -> Replica:
     for rank in replica.scheduler.ranks:
         assert rank.pool.num_held == rank.tree.num_blocks == rank.tree.num_evictable_blocks
         assert rank.host_pool.num_held == 0
-    for request, output in replica.outputs.items():
-        tokens, reason = replica.expected_output(request)
+    for sample, output in replica.outputs.items():
+        tokens, reason = replica.expected_output(sample)
         assert output == tokens[: len(output)]
-        assert request in cut or (output, replica.reasons[request]) == (tokens, reason)
+        assert sample in cut or (output, replica.reasons[sample]) == (tokens, reason)
     return replica
 
 
