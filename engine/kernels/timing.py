@@ -55,7 +55,7 @@ class ComponentTimer:
     def _charge(self) -> None:
         now: float | torch.cuda.Event
         if self._cuda:
-            now = torch.cuda.Event(enable_timing=True)
+            now = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             now.record()
         else:
             now = time.perf_counter()
