@@ -7,6 +7,8 @@ Source: DeepSeek's published V4.1 model code and TileKernels' torch references, 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -18,7 +20,7 @@ def mhc_fold(fn_MZ: Tensor, scale_3: Tensor, num_streams: int) -> Tensor:
     """Fold the three scales and sqrt(Z) into ``fn`` at load, float32 [M, Z]: the mix then is one GEMM and one division by a norm."""
     counts = torch.tensor((num_streams, num_streams, num_streams * num_streams), device=scale_3.device)
     scale_M1 = scale_3.float().repeat_interleave(counts).unsqueeze(-1)
-    return fn_MZ.float() * scale_M1 * fn_MZ.shape[1] ** 0.5
+    return fn_MZ.float() * scale_M1 * math.sqrt(fn_MZ.shape[1])
 
 
 def mhc_mix(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from torch import Tensor
@@ -19,14 +20,14 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     width = x.shape[-1]
     if wide.is_cuda:  # one fused kernel there; on a CPU it is ten launches
         return functional.rms_norm(wide, (width,), None if weight is None else weight.float(), eps).to(x.dtype)
-    normed = wide / (floored_length(wide, eps) * width**-0.5)
+    normed = wide / (floored_length(wide, eps) * (1.0 / math.sqrt(width)))
     return (normed if weight is None else normed * weight).to(x.dtype)
 
 
 def floored_length(x: Tensor, eps: float) -> Tensor:
     """``sqrt(|x|^2 + D * eps)`` [..., 1] of float32 rows of width D: sqrt(D) times the divisor of an RMSNorm, without overflow."""
-    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return torch.hypot(length, _scalar((x.shape[-1] * eps) ** 0.5, x.device))
+    length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return torch.hypot(length, _scalar(math.sqrt(x.shape[-1] * eps), x.device))
 
 
 @functools.lru_cache(maxsize=256)
