@@ -51,7 +51,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Runner(Protocol):
-    """What the worker asks of the thing that executes plans: ``engine.model.runner.build_runner`` makes the real one."""
+    """What the worker asks of the thing that executes plans: ``engine.model.build.build_runner`` makes the real one."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -171,7 +171,7 @@ def run_worker(build: RunnerFactory, argv: Sequence[str] | None = None) -> None:
 
 def _build_runner(config: WorkerConfig) -> Runner:
     # Imported here: it takes seconds, and the heartbeat thread is to answer meanwhile.
-    from engine.model.runner import build_runner
+    from engine.model.build import build_runner
 
     return build_runner(config)
 
