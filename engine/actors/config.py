@@ -72,8 +72,9 @@ class SupervisionConfig(msgspec.Struct, frozen=True):
 class GatewayConfig(msgspec.Struct, frozen=True):
     """Bounds at the door. Each exists so that no client can make the engine hold or compute without limit."""
 
-    # Running and waiting requests together; the next one is refused with CapacityError.
-    max_requests: int = 4096 + 64
+    # Running and waiting requests together, where that is less than the scheduler's slots and max_waiting. What is kept of a waiting
+    # request is its prompt; the next request is refused with CapacityError.
+    max_requests: int = 1 << 16
     # Outputs a reader may lag behind before it is dropped: minutes of decoding, a few MB at most per request.
     max_buffered_outputs: int = 4096
     # Samples per request: they share the prompt's blocks, but each takes a slot.
@@ -101,6 +102,12 @@ class EngineConfig(msgspec.Struct, frozen=True):
     scheduler: SchedulerConfig
     supervision: SupervisionConfig = SupervisionConfig()
     gateway: GatewayConfig = GatewayConfig()
+
+    @property
+    def max_requests(self) -> int:
+        """Samples that may be in the engine: those that fill every slot, and max_waiting beside them."""
+        slots = self.scheduler.cache.max_running * self.scheduler.num_ranks
+        return min(self.gateway.max_requests, self.scheduler.max_waiting + slots)
 
     def validate(self) -> None:
         """Raise ConfigError for values out of range and for workers that do not cover the scheduler's ranks."""

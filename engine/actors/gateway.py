@@ -95,6 +95,7 @@ class Gateway:
     def __init__(self, config: EngineConfig, scheduler: SchedulerActor, cache: CacheManager, tokenizer: Tokenizer | None) -> None:
         self._config = config.gateway
         self._limits = config.scheduler
+        self._max_requests = config.max_requests
         self._scheduler = scheduler
         self._cache = cache
         self.tokenizer = tokenizer
@@ -208,17 +209,14 @@ class Gateway:
     def _check_open(self, generation: Generation) -> None:
         if not self.health.ok:
             raise CapacityError(f"no requests are taken: {self.health.message}")
-        for what, number, limit in (
-            ("running or waiting", self._scheduler.num_requests, self._config.max_requests),
-            ("waiting", self._scheduler.num_waiting, self._limits.max_waiting),
-        ):
-            if number + generation.n > limit:
-                raise CapacityError(f"{number} requests are {what}; the limit is {limit}", retry_after_s=1.0)
+        number, limit = self._scheduler.num_requests, self._max_requests
+        if number + generation.n > limit:
+            raise CapacityError(f"{number} requests are running or waiting; the limit is {limit}", retry_after_s=1.0)
 
     def _validate(self, generation: Generation) -> None:
         config = self._config
         generation.params.validate(self.vocab_size)
-        _check_int("n", generation.n, 1, config.max_samples)
+        _check_int("n", generation.n, 1, min(config.max_samples, self._max_requests))
         _check_int("priority", generation.priority, -_MAX_PRIORITY, _MAX_PRIORITY)
         if generation.cache_salt is not None and not 0 < len(generation.cache_salt) <= _MAX_SALT_CHARS:
             raise RequestError(

@@ -77,11 +77,6 @@ class SchedulerActor:
         """Samples that are not finished, those in the mailbox included."""
         return len(self._records) + self._num_submitted
 
-    @property
-    def num_waiting(self) -> int:
-        """Samples that hold nothing on a device yet, those in the mailbox included."""
-        return self.core.num_waiting + self._num_submitted
-
     def tell(self, message: SchedulerMessage) -> None:
         """Leave a message; it is read before the next plan. The bound can only be passed by a caller that ignores max_requests."""
         if len(self._mailbox) >= self._max_messages:

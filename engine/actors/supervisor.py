@@ -16,6 +16,7 @@ import contextlib
 import signal
 from collections.abc import AsyncIterator, Sequence
 
+import msgspec
 import trio
 
 from engine.actors.cache import CacheManager
@@ -76,7 +77,9 @@ class _Supervisor:
         self._config = config
         self._worker_module = worker_module
         self._cache = CacheManager(config.scheduler.cache)
-        self._scheduler = SchedulerActor(lambda: Scheduler(config.scheduler), self._cache, config.gateway.max_requests, observers)
+        # The door is the gateway's: when all slots are free and a burst arrives, all of it waits for a moment.
+        core_config = msgspec.structs.replace(config.scheduler, max_waiting=config.max_requests)
+        self._scheduler = SchedulerActor(lambda: Scheduler(core_config), self._cache, config.max_requests, observers)
         self.gateway = Gateway(config, self._scheduler, self._cache, tokenizer)
         self.body_scope = trio.CancelScope()
         self.started = False  # once all workers were ready

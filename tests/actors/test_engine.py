@@ -244,10 +244,21 @@ async def test_the_door_is_bounded() -> None:
     async with open_engine(config, worker_module=MODULE) as engine, engine.generate(Generation(prompt=(1,), params=params(150), n=3)):
         with pytest.raises(CapacityError, match="3 requests are running or waiting; the limit is 3"):
             await engine.complete(Generation(prompt=(1,)))
-    config = engine_config(Script(step_s=0.005), scheduler={"max_waiting": 2})
+    config = engine_config(Script(), scheduler={"max_waiting": 2})  # and 8 slots
     async with open_engine(config, worker_module=MODULE) as engine:
-        with pytest.raises(CapacityError, match="waiting"):
-            await engine.complete(Generation(prompt=(1,), n=3))
+        refused = 0
+
+        async def one() -> None:
+            nonlocal refused
+            try:
+                assert (await engine.complete(Generation(prompt=(1,)))).usage.completion_tokens == 16
+            except CapacityError:
+                refused += 1
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(15):  # all before the first step
+                nursery.start_soon(one)
+        assert refused == 5
 
 
 async def test_config_is_checked_before_anything_starts() -> None:
