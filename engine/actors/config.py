@@ -37,6 +37,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     engram: Literal["gpu", "replicated", "host"] = "gpu"
     redundant_experts: int = 0
     draft_redundant_experts: int = 0
+    time_components: bool = False  # seconds per component with each result; slows the steps a little
 
 
 class SupervisionConfig(msgspec.Struct, frozen=True):

@@ -68,11 +68,13 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Executed(msgspec.Struct, frozen=True, tag=True):
-    """One plan is done. ``forward_s`` is the worker's own time from the command to the result."""
+    """One plan is done. ``forward_s`` is the worker's own time from the command to the result; ``components`` (name, seconds) are its
+    parts, where the worker was asked to time them."""
 
     step: int
     result: RankResult
     forward_s: float
+    components: tuple[tuple[str, float], ...] = ()
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
