@@ -14,9 +14,10 @@ import msgspec
 from engine.actors.config import EngineConfig, GatewayConfig, SupervisionConfig, WorkerConfig
 from engine.chat_template import ChatTemplate
 from engine.core.cache_config import CacheConfig
+from engine.core.counts import weight_bytes
 from engine.core.errors import ConfigError
-from engine.core.layout import Layout, parse_layout
-from engine.core.memory import MemoryPlan, blocks_for, plan_memory, smallest_block_multiple
+from engine.core.layout import Deployment, parse_layout
+from engine.core.memory import DTYPE_BYTES, MemoryPlan, blocks_for, plan_memory, smallest_block_multiple
 from engine.core.scheduler_config import SchedulerConfig
 from engine.core.specs import ModelSpec
 from engine.device import DeviceInfo, resolve_device
@@ -24,8 +25,9 @@ from engine.model.files import ModelFiles, read_model_files
 from engine.options import Resolved
 from engine.tokenizer import Tokenizer
 
-# A CPU's memory is shared with everything else on the machine, so the default KV pool takes a modest part of what is free.
+# A CPU's memory is shared with everything else on the machine, so the default KV pool is modest.
 CPU_SHARE = 0.25
+CPU_KV_BYTES = 1 << 30
 TAILS_PER_REQUEST = 4
 
 
@@ -59,7 +61,7 @@ class Launch(msgspec.Struct, frozen=True):
     spec: ModelSpec
     device: DeviceInfo
     memory: MemoryPlan
-    layout: Layout
+    layout: Deployment
     budget_bytes: int
 
 
@@ -69,7 +71,9 @@ def plan_launch(options: Resolved, spec: ModelSpec, model: str) -> Launch:
     _refuse_what_is_not_built(options, layout)
     device = resolve_device(options["device"])
     dtype = "bfloat16" if options["dtype"] == "auto" else options["dtype"]
-    budget_bytes = int(device.free_bytes * options["mem_fraction_static"] * (CPU_SHARE if device.device == "cpu" else 1.0))
+    budget_bytes = int(device.free_bytes * options["mem_fraction_static"])
+    if device.device == "cpu":
+        budget_bytes = min(int(budget_bytes * CPU_SHARE), weight_bytes(spec, DTYPE_BYTES[dtype]) + CPU_KV_BYTES)
     cache = _cache_config(options, spec, dtype, budget_bytes)
     memory = plan_memory(spec, cache, dtype)
     if memory.total_bytes > device.free_bytes:
@@ -122,10 +126,10 @@ def plan_launch(options: Resolved, spec: ModelSpec, model: str) -> Launch:
     return Launch(config, spec, device, memory, layout, budget_bytes)
 
 
-def _refuse_what_is_not_built(options: Resolved, layout: Layout) -> None:
+def _refuse_what_is_not_built(options: Resolved, layout: Deployment) -> None:
     reason = layout.why_not_runnable()
     if reason is not None:
-        raise ConfigError(f"--layout {options['layout']}: {reason}")
+        raise ConfigError(reason)
     if options["engram"] == "host":
         raise ConfigError("--engram host is not available in this release; on one rank 'gpu' and 'replicated' are the same")
     for name in ("redundant_experts", "draft_redundant_experts"):

@@ -6,6 +6,9 @@ import argparse
 from typing import Any
 
 from engine.cli.common import add_common_arguments, add_engine_arguments, human_bytes, log, print_config, print_json, resolve_options
+from engine.core.counts import active_parameters, attention_flops, count_parameters, gemm_flops, kv_bytes_per_token, native_kv_format
+from engine.core.memory import MemoryPlan
+from engine.core.specs import ModelSpec, V41Spec
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -73,22 +76,26 @@ def run_show(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def describe(spec: Any, memory: Any, dtype: str) -> dict[str, Any]:
-    from engine.core.counts import flops_per_token, kv_bytes_per_sequence, kv_bytes_per_token, num_parameters
-
+def describe(spec: ModelSpec, memory: MemoryPlan, dtype: str) -> dict[str, Any]:
+    """Figures of a model; bytes with ``packed`` in their name are those of the model's own cache formats, the others this engine's."""
+    kv_format = native_kv_format(spec) if isinstance(spec, V41Spec) else None
+    parameters = count_parameters(spec)
     return {
         "model": spec.name,
-        "architecture": "DeepseekV41ForCausalLM" if not hasattr(spec, "architecture") else spec.architecture,
+        "architecture": "DeepseekV41ForCausalLM" if isinstance(spec, V41Spec) else spec.architecture,
         "dtype": dtype,
         "layers": spec.num_layers,
-        "context_length": spec.max_positions,
-        "parameters": num_parameters(spec),
-        "flops_per_token": flops_per_token(spec),
-        "kv_bytes_per_token_packed": kv_bytes_per_token(spec),
-        "kv_bytes_per_sequence_packed": kv_bytes_per_sequence(spec),
+        "max_positions": spec.max_positions,
+        "parameters": parameters.total,
+        "parameters_by_group": parameters.by_group,
+        "active_parameters": active_parameters(spec),
+        "gemm_flops_per_token": gemm_flops(spec).total,
+        "attention_flops_per_token": {str(context): attention_flops(spec, context) for context in (1024, spec.max_positions)},
+        "kv_bytes_per_token": memory.block_bytes / memory.block_size,
+        "kv_bytes_per_token_packed": kv_bytes_per_token(spec, kv_format=kv_format),
         "memory_bytes": {
             "weights": memory.weight_bytes,
-            "kv_blocks": memory.num_blocks * memory.block_bytes,
+            "kv": memory.num_blocks * memory.block_bytes,
             "kv_fixed": memory.fixed_cache_bytes,
             "total": memory.total_bytes,
         },
@@ -98,14 +105,19 @@ def describe(spec: Any, memory: Any, dtype: str) -> dict[str, Any]:
 def print_description(description: dict[str, Any]) -> None:
     memory = description["memory_bytes"]
     cache = description["cache"]
+    attention = description["attention_flops_per_token"]
     rows = [
         ("model", f"{description['model']} ({description['architecture']}, {description['layers']} layers)"),
-        ("parameters", f"{description['parameters']:,}"),
+        ("parameters", f"{description['parameters']:,}, of which a token uses {description['active_parameters']:,}"),
         ("weights", f"{human_bytes(memory['weights'])} as {description['dtype']}"),
-        ("FLOPs per token", f"{description['flops_per_token']:,} (matrix products of one decoded token)"),
-        ("KV per token", f"{description['kv_bytes_per_token_packed']:,} B in the model's own cache formats"),
-        ("KV capacity", f"{cache.num_blocks * cache.block_size:,} tokens in {cache.num_blocks} blocks, {human_bytes(memory['kv_blocks'])}"),
-        ("window state", human_bytes(memory["kv_fixed"])),
+        ("matrix FLOPs", f"{description['gemm_flops_per_token']:,} per decoded token"),
+        ("attention FLOPs", ", ".join(f"{flops:,.0f} at {int(context):,} tokens" for context, flops in attention.items())),
+        ("KV per token", f"{description['kv_bytes_per_token']:,.0f} B here; {description['kv_bytes_per_token_packed']:,.0f} B packed"),
+        ("KV capacity", f"{cache.num_blocks * cache.block_size:,} tokens in {cache.num_blocks} blocks, {human_bytes(memory['kv'])}"),
+        (
+            "sequence state",
+            f"{human_bytes(memory['kv_fixed'])} for {cache.max_running} running requests and {cache.num_tails} stored windows",
+        ),
         ("memory", f"{human_bytes(memory['total'])} on the device"),
         ("longest request", f"{min(cache.context_length, cache.num_blocks * cache.block_size):,} tokens"),
     ]

@@ -10,9 +10,9 @@ from __future__ import annotations
 import msgspec
 
 from engine.core.cache_config import CacheConfig
+from engine.core.counts import weight_bytes
 from engine.core.errors import ConfigError
 from engine.core.specs import DenseSpec, ModelSpec, V41Spec
-from engine.core.tensors import expected_tensors
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _STATE_BYTES = 4  # the compressor's pending rows are float32
@@ -23,6 +23,7 @@ class MemoryPlan(msgspec.Struct, frozen=True):
     """Device bytes of one rank, predicted."""
 
     weight_bytes: int
+    block_size: int
     block_bytes: int
     fixed_cache_bytes: int
     num_blocks: int
@@ -34,12 +35,6 @@ class MemoryPlan(msgspec.Struct, frozen=True):
     @property
     def total_bytes(self) -> int:
         return self.weight_bytes + self.cache_bytes
-
-
-def weight_bytes(spec: ModelSpec, dtype: str) -> int:
-    """Bytes of all parameters as a worker holds them: float32 ones stay so, the rest takes the compute dtype."""
-    element = DTYPE_BYTES[dtype]
-    return sum(tensor.num_elements * (4 if tensor.kind == "fp32" else element) for tensor in expected_tensors(spec).values())
 
 
 def block_bytes(spec: ModelSpec, block_size: int, dtype: str) -> int:
@@ -70,7 +65,11 @@ def fixed_cache_bytes(spec: ModelSpec, config: CacheConfig, dtype: str) -> int:
 def plan_memory(spec: ModelSpec, config: CacheConfig, dtype: str) -> MemoryPlan:
     """The prediction for a cache of ``config``'s sizes."""
     return MemoryPlan(
-        weight_bytes(spec, dtype), block_bytes(spec, config.block_size, dtype), fixed_cache_bytes(spec, config, dtype), config.num_blocks
+        weight_bytes=weight_bytes(spec, DTYPE_BYTES[dtype]),
+        block_size=config.block_size,
+        block_bytes=block_bytes(spec, config.block_size, dtype),
+        fixed_cache_bytes=fixed_cache_bytes(spec, config, dtype),
+        num_blocks=config.num_blocks,
     )
 
 
