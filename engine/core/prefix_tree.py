@@ -59,7 +59,10 @@ class Root(Node):
 
 
 class Match(NamedTuple):
-    """A hit of ``num_blocks`` blocks: ``path`` holds (node, blocks used of it); ``tail`` is the id stored at the end, if asked for."""
+    """A hit of ``num_blocks`` blocks: ``path`` holds (node, blocks used of it); ``tail`` is the id stored at the end, if asked for.
+
+    True until the tree changes; a lock may already split the last node, so read ``blocks`` before it.
+    """
 
     namespace: Namespace
     num_blocks: int

@@ -290,6 +290,8 @@ class RankBuild:
         if source.lock_node is not None:
             rank.relock(child, source.lock_node, source.num_locked_blocks)
         self._occupy(child, child.num_prompt - 1)
+        # Under overlap the plan that computes the end of the prompt may be uncommitted: what it computes is not committed here either.
+        child.num_computed = min(child.num_computed, source.num_computed)
         self.copies.append(BlockCopy(source.blocks[last], copied[0]))
         self.starts.append(
             SequenceStart(child.slot, child.id, child.num_prompt - 1, tuple(child.blocks), fork_of_slot=source.slot),

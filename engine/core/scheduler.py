@@ -297,7 +297,7 @@ class Scheduler:
         """Prompt chunks, drafts, and what was preempted while it ran (its tokens count, what it computed is gone)."""
         accepted = 0 if outcome is None else len(outcome.tokens) - 1
         if sequence.state is not State.PREEMPTED:
-            sequence.num_computed += item.num_new_tokens - item.num_draft_tokens + accepted
+            sequence.num_computed = item.num_computed_tokens + item.num_new_tokens - item.num_draft_tokens + accepted
             sequence.num_planned += accepted
         is_prompt = item.num_computed_tokens < sequence.target
         if outcome is not None:
