@@ -9,8 +9,9 @@ checks on every plan:
   is not full, hence in no block of the tree: only full blocks of committed tokens are inserted.
 * A TailSave in P is *pending* until P commits, and is attached only if the request still runs then and the boundary's blocks are in the
   tree; else its id is free again. Nobody can resume from a tail whose window rows were not written by a committed plan.
-* Within one plan: swap-outs read before anything is written, so a victim's blocks and slot can be reused in the same plan. Host blocks
-  that a swap-in reads are released at the end of the build, because the same plan's swap-outs come first and would overwrite them.
+* Within one plan: swap-outs read before anything is written, so a victim's blocks and slot can be reused in the same plan. What later
+  orders read (host blocks of a swap-in, blocks and slot of a finished fork source) is released at the end of the build, because orders
+  that come before them (swap-outs, swap-ins) would overwrite it.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class RankBuild:
         self.victims: list[Sequence] = []
         self.unforked: list[Sequence] = []
         self.swapped_in: list[Sequence] = []
+        self.spent: list[Sequence] = []  # finished fork sources
 
     # --- running requests --------------------------------------------------------------------------------------------------
 
@@ -272,7 +274,7 @@ class RankBuild:
                     started.append(child)
             self.drop_forks(source)
             if source.state is State.FINISHED:  # it was kept for this only
-                self.rank.release(source)
+                self.spent.append(source)
         self.rank.fork_sources = waiting
         return started
 
@@ -311,6 +313,13 @@ class RankBuild:
 
     # --- end ----------------------------------------------------------------------------------------------------------------------
 
+    def release_read(self) -> None:
+        """Give back what orders of this plan read, now that no other order of it can be told to write there."""
+        for source in self.spent:
+            self.rank.release(source)
+        for sequence in self.swapped_in:
+            self.rank.release_host(sequence)
+
     def finish(self) -> tuple[RankPlan, list[tuple[Sequence, int, int]]]:
         """The rank's plan, and its tail saves as (sequence, position, tail) for the commit."""
         rank = self.rank
@@ -320,8 +329,6 @@ class RankBuild:
             if tail is None:
                 break
             saves.append((sequence, position, tail))
-        for sequence in self.swapped_in:
-            rank.release_host(sequence)
         plan = RankPlan(
             tuple(self.swap_outs),
             tuple(self.swap_ins),

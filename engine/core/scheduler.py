@@ -205,6 +205,8 @@ class Scheduler:
                 self._queue_unforked(build)
         if self.waiting:
             admit(self, builds, now_s)
+        for build in builds:
+            build.release_read()
         if not any(build.items or build.swap_outs for build in builds):
             return None, gave_back
         finished = [build.finish() for build in builds]
