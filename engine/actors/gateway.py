@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import secrets
+import signal
 from collections.abc import AsyncIterator, Sequence
 from typing import Literal
 
@@ -23,7 +24,7 @@ from engine.actors.config import EngineConfig
 from engine.actors.messages import Abort, Ready, Submit
 from engine.actors.scheduler import SchedulerActor
 from engine.actors.stream import FinishReason, RequestStream, Sample, Usage
-from engine.core.errors import CapacityError, RequestError, TwinferError
+from engine.core.errors import CapacityError, RequestError
 from engine.core.plan import TokenLogprobs
 from engine.core.request import Request
 from engine.core.sampling import MAX_SEED, SamplingParams
@@ -178,7 +179,7 @@ class Gateway:
         """For the process, after a stop signal: 130 for SIGINT, 143 for a SIGTERM that had to cut requests, else 0."""
         if self.stop_signal is None:
             return 0
-        interrupted = self.stop_signal == 2  # SIGINT
+        interrupted = self.stop_signal == signal.SIGINT
         return 128 + self.stop_signal if interrupted or self.forced else 0
 
     async def wait_drained(self) -> None:
@@ -296,6 +297,3 @@ class Gateway:
 def _check_int(name: str, value: int, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise RequestError(f"{name} is {value}; allowed: an integer from {low} to {high}", param=name)
-
-
-__all__ = ["CompletedSample", "Completion", "EngineStats", "Gateway", "Generation", "Health", "RequestStream", "TwinferError", "Usage"]

@@ -13,6 +13,7 @@ Going down is always the same: no new requests, a bounded wait, then force. No t
 from __future__ import annotations
 
 import contextlib
+import logging
 import signal
 from collections.abc import AsyncIterator, Sequence
 
@@ -30,6 +31,8 @@ from engine.tokenizer import Tokenizer
 
 # After a failure or a drain, readers get this long to take the error or the last output before the body is cancelled.
 READER_GRACE_S = 2.0
+
+_log = logging.getLogger("twinfer.supervisor")
 
 
 @contextlib.asynccontextmanager
@@ -107,8 +110,10 @@ class _Supervisor:
                         self.gateway.closed("failed", str(error))
                         await self._let_readers_go()
                         raise error
-                    await trio.sleep(self._config.supervision.restart_backoff_s * 2**num_restarts)
+                    pause_s = self._config.supervision.restart_backoff_s * 2**num_restarts
                     num_restarts += 1
+                    _log.warning("%s; restart %d in %.1f s", error, num_restarts, pause_s)
+                    await trio.sleep(pause_s)
         finally:
             self._workers_gone.set()
 
@@ -193,6 +198,7 @@ class _Supervisor:
                         raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
                     if self.gateway.stop_signal is None:
                         self.gateway.stop_signal = number
+                        _log.info("%s: draining; once more stops at once", signal.Signals(number).name)
                         nursery.start_soon(self._drain)
                     else:
                         self._force()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -164,6 +165,25 @@ async def test_cancel_during_a_restart() -> None:
         with pytest.raises(WorkerError):
             await engine.complete(LONG)
     assert children() == []  # leaving does not wait for the backoff
+
+
+async def test_nothing_piles_up_over_many_lives() -> None:
+    def open_files() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    counts = []
+    for index in range(6):
+        script = Script(kill_at_step=5) if index % 2 else Script()
+        with contextlib.suppress(WorkerError):
+            async with open_engine(engine_config(script), worker_module=MODULE, handle_signals=True) as engine:
+                await engine.complete(LONG)
+        counts.append(open_files())
+    assert counts[2:] == [counts[2]] * 4
+
+
+def test_a_worker_needs_neither_trio_nor_torch_to_start() -> None:
+    code = "import sys, engine.actors.worker_main; assert not {'trio', 'torch', 'jinja2', 'tokenizers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 # -- the parent dies ----------------------------------------------------------------------------------------------------------
