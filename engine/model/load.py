@@ -193,5 +193,5 @@ class RandomWeights:
             return torch.ones(spec.shape)
         if spec.kind in (LINEAR, EMBEDDING) or (spec.kind == FP32 and len(spec.shape) == 2):
             generator = torch.Generator().manual_seed((self._seed * 0x9E3779B1 + crc32(name.encode())) % (1 << 63))
-            return torch.randn(spec.shape, generator=generator) * spec.shape[-1] ** -0.5
+            return torch.randn(spec.shape, generator=generator).mul_(spec.shape[-1] ** -0.5)
         return torch.zeros(spec.shape)
