@@ -144,8 +144,12 @@ class RankResult(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, tag="result"):
-    """What came of a StepPlan. Times are measured by the executor; the core never reads them."""
+    """What came of a StepPlan. Times are measured by the executor; the core never reads them.
+
+    ``components`` are (name, seconds) of the slowest rank, names from ``specs.COMPONENTS``; empty unless the executor was asked for them.
+    """
 
     step: int
     ranks: tuple[RankResult, ...]
     forward_s: float = 0.0
+    components: tuple[tuple[str, float], ...] = ()

@@ -8,7 +8,7 @@ import torch
 
 from engine.core.cache_config import CacheConfig
 from engine.core.errors import ConfigError
-from engine.model.load import load_model
+from engine.model.load import LoadFormat, load_model
 from engine.model.runner import Runner
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -26,13 +26,15 @@ class RunnerConfig(Protocol):
     @property
     def device(self) -> str: ...
     @property
-    def load_format(self) -> str: ...
+    def load_format(self) -> LoadFormat: ...
     @property
     def random_seed(self) -> int: ...
     @property
     def num_threads(self) -> int | None: ...
     @property
     def cache_rounding(self) -> bool: ...
+    @property
+    def time_components(self) -> bool: ...
 
 
 def build_runner(config: RunnerConfig) -> Runner:
@@ -49,4 +51,4 @@ def build_runner(config: RunnerConfig) -> Runner:
         load_format=config.load_format,
         random_seed=config.random_seed,
     )
-    return Runner(loaded.model, config.cache)
+    return Runner(loaded.model, config.cache, time_components=config.time_components)

@@ -19,6 +19,7 @@ from engine.core.cache_config import CacheConfig
 from engine.core.errors import InvariantError
 from engine.core.plan import ItemResult, PlanItem, RankPlan, RankResult, RequestId, SequenceStart, TokenLogprobs
 from engine.core.sampling import SamplingParams
+from engine.kernels.timing import ComponentTimer, component, timing
 from engine.model.base import DraftRequest, ForwardOutput, Model
 from engine.model.batch import ForwardBatch
 from engine.model.sampler import DraftTokens, SampleOutput, Sampler, SampleRows
@@ -45,7 +46,7 @@ class _DraftProbs:
 class Runner:
     """Executes RankPlans strictly in order. Not thread-safe; one per worker process."""
 
-    def __init__(self, model: Model, config: CacheConfig) -> None:
+    def __init__(self, model: Model, config: CacheConfig, *, time_components: bool = False) -> None:
         self.model = model
         self.config = config
         self.device = model.device
@@ -56,6 +57,7 @@ class Runner:
             device=self.device,
             eos_token_ids=model.spec.eos_token_ids,
         )
+        self._timer = ComponentTimer(model.device) if time_components else None
         self._last_step = -1
         self._requests: dict[RequestId, _Registered] = {}
         # Sampled and draft tokens are written past the known ones before anybody knows how many stay, hence the slack.
@@ -105,12 +107,21 @@ class Runner:
     @torch.inference_mode()
     def execute(self, step: int, plan: RankPlan) -> RankResult:
         """Carry out one plan and sample. Raises InvariantError where the plan contradicts what the worker holds."""
+        with timing(self._timer):
+            return self._execute(step, plan)
+
+    @component("other")
+    def _execute(self, step: int, plan: RankPlan) -> RankResult:
         self._carry_out_orders(step, plan)
         if not plan.items:
             return RankResult()
         batch, rows = self._batch(plan)
         output = self.model.forward(batch, self.cache)
         return RankResult() if rows is None else self._emit(plan, rows, output)
+
+    def take_components(self) -> tuple[tuple[str, float], ...]:
+        """Seconds per component since the last call; empty unless ``time_components``."""
+        return () if self._timer is None else self._timer.take()
 
     @torch.inference_mode()
     def logits(self, step: int, plan: RankPlan) -> Tensor:
