@@ -255,7 +255,7 @@ def _check_tree(worker: RankWorker, rank: RankState) -> None:
         truth = contents(tokens)
         start = len(tokens) - len(node.blocks) * size
         for index, block in enumerate(node.blocks):
-            assert worker.blocks[block] == truth[start + index * size : start + (index + 1) * size], "the tree names a block with other content"
+            assert worker.blocks[block] == truth[start + index * size : start + (index + 1) * size], "a block of the tree has other content"
         for index, tail in node.tails.items():
             end = start + index * size
             position, rows = worker.tails[tail.id]

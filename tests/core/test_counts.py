@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from test_tensors import dense_spec
 
 from engine.core.counts import (
     active_parameters,
@@ -16,7 +17,6 @@ from engine.core.counts import (
     weight_bytes,
 )
 from engine.core.specs import DSparkSpec, EngramSpec, V41Spec
-from test_tensors import dense_spec
 
 VISION_PARAMETERS = 0.49e9  # not in this release
 
@@ -30,7 +30,8 @@ def flash() -> V41Spec:
         rope_scaling=None, max_positions=1 << 20, rms_norm_eps=1e-20, hc_mult=4, hc_sinkhorn_iters=20, hc_eps=1e-6, num_experts=384,
         experts_per_token=6, num_shared_experts=1, moe_intermediate_size=2304, routed_scaling_factor=1.5, swiglu_limit=10.0,
         engram=EngramSpec((1, 14), (384_006_168, 384_016_682), 4, 8, 256, 16_000_000, 2, 99_092),
-        dspark=DSparkSpec(3, 5, (37, 38, 39), 256, 128_799, 128, 3), bos_token_id=0, eos_token_ids=(1,), pad_token_id=2, image_token_id=129_264,
+        dspark=DSparkSpec(3, 5, (37, 38, 39), 256, 128_799, 128, 3), bos_token_id=0, eos_token_ids=(1,), pad_token_id=2,
+        image_token_id=129_264,
     )  # fmt: skip
 
 

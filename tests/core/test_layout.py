@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_counts import flash
+from test_tensors import dense_spec
 
 from engine.core.errors import ConfigError
 from engine.core.layout import Deployment, Layout, Replicas, parse_layout
-from test_counts import flash
-from test_tensors import dense_spec
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_what_is_not_runnable_says_so() -> None:
 
 def test_against_a_model() -> None:
     parse_layout("P1x(tp1dp32ep32)+D1x(tp8dp1ep8)").validate_for(flash())
-    with pytest.raises(ConfigError, match="n_routed_experts 384 of v4.1-flash is not a multiple of ep = 5"):
+    with pytest.raises(ConfigError, match=r"n_routed_experts 384 of v4\.1-flash is not a multiple of ep = 5"):
         parse_layout("tp1dp5ep5").validate_for(flash())
     with pytest.raises(ConfigError, match="has no experts"):
         parse_layout("tp1dp2ep2").validate_for(dense_spec())

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
 from core_harness import EOS, Replica
+
 from engine.core.cache_config import CacheConfig
 from engine.core.errors import CapacityError, ConfigError, InvariantError, RequestError
 from engine.core.events import Admitted, Finished, Preempted, Rejected, Resumed
@@ -122,7 +122,7 @@ def test_unservable_requests_are_refused_with_the_numbers() -> None:
     replica.submit(request(1, [5] * 19, 7))
     replica.drain()
     assert replica.reasons[1] == "length"
-    with pytest.raises(RequestError, match="context length is 64 tokens.* has 64 tokens"):
+    with pytest.raises(RequestError, match=r"context length is 64 tokens.* has 64 tokens"):
         Replica(config()).submit(request(0, [5] * 64))
     with pytest.raises(RequestError, match="no tokens"):
         replica.submit(request(2, []))
@@ -417,7 +417,9 @@ def test_round_robin() -> None:
 
 
 def test_a_dead_worker_ends_everything_and_empties_the_cache() -> None:
-    replica = Replica(config(has_sequence_state=True, num_tails=4, num_host_blocks=8, num_host_states=2, swap_threshold_tokens=1, num_blocks=8))
+    replica = Replica(
+        config(has_sequence_state=True, num_tails=4, num_host_blocks=8, num_host_states=2, swap_threshold_tokens=1, num_blocks=8)
+    )
     for number in range(6):
         replica.submit(request(2 * number, [number] * 9, 9, sample_ids=(2 * number, 2 * number + 1)))
     for _ in range(4):

@@ -6,8 +6,8 @@ import random
 
 import msgspec
 import pytest
-
 from core_harness import EOS, Replica
+
 from engine.core.cache_config import CacheConfig
 from engine.core.errors import CapacityError
 from engine.core.events import Admitted, Preempted, Resumed
@@ -121,7 +121,9 @@ def test_random_runs(kind: str) -> None:
                 preemptions[event.request] = preemptions.get(event.request, 0) + 1
             seen[name] = seen.get(name, 0) + 1
         assert max(preemptions.values(), default=0) <= bound
-    wanted = ["prefix", "cold", "fork", "Preemptedrecompute"] + (["Preemptedswap", "Resumedswap"] if kind == "swap" else ["Resumedrecompute"])
+    wanted = ["prefix", "cold", "fork", "Preemptedrecompute"] + (
+        ["Preemptedswap", "Resumedswap"] if kind == "swap" else ["Resumedrecompute"]
+    )
     assert all(seen.get(name, 0) > 3 for name in wanted), seen
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 
+from core_harness import EOS, Replica
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from core_harness import EOS, Replica
 from engine.core.cache_config import CacheConfig
 from engine.core.errors import CapacityError, RequestError
 from engine.core.request import Request
@@ -72,8 +72,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         min_tokens=st.integers(0, 2),
     )
     def submit(
-        self, family: int, shared: int, own: int, max_tokens: int, samples: int, priority: int, salt: str | None, ignore_eos: bool, min_tokens: int
-    ) -> None:  # fmt: skip
+        self,
+        family: int,
+        shared: int,
+        own: int,
+        max_tokens: int,
+        samples: int,
+        priority: int,
+        salt: str | None,
+        ignore_eos: bool,
+        min_tokens: int,
+    ) -> None:
         prompt = tuple([2 + family] * min(shared, 4) + [(index * (family + 3)) % 40 for index in range(shared)] + [own] * own)
         ids = tuple(range(self.next_id, self.next_id + samples))
         params = SamplingParams(max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens), ignore_eos=ignore_eos, stop_token_ids=(9,))
