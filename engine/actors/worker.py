@@ -264,15 +264,17 @@ class WorkerGroup:
     async def receive_result(self, plan: StepPlan) -> StepResult:
         """Every worker's result of ``plan``. The slowest one makes the step, so the order of asking costs nothing."""
         results: list[RankResult | None] = [None] * len(plan.ranks)
-        forward_s = 0.0
+        slowest: Executed | None = None
         for worker in self.workers:
             executed = await worker.receive_executed(plan.step)
-            forward_s = max(forward_s, executed.forward_s)
+            if slowest is None or executed.forward_s > slowest.forward_s:
+                slowest = executed
             if worker.config.tensor_rank == 0:
                 results[worker.config.data_rank] = executed.result
-        if any(result is None for result in results):
+        if slowest is None or any(result is None for result in results):
             raise InvariantError(f"step {plan.step}: a rank without a worker; ranks of the workers do not cover the plan")
-        return StepResult(plan.step, tuple(result for result in results if result is not None), forward_s)
+        ranks = tuple(result for result in results if result is not None)
+        return StepResult(plan.step, ranks, slowest.forward_s, slowest.components)
 
 
 @contextlib.asynccontextmanager

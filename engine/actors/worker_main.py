@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol, assert_never, runtime_checkable
+from typing import Literal, Protocol, assert_never
 
 from engine.actors.config import WorkerConfig
 from engine.actors.ipc import ChannelClosedError, SyncChannel
@@ -71,14 +71,11 @@ class Runner(Protocol):
 
     def execute(self, step: int, plan: RankPlan) -> RankResult: ...
 
+    def take_components(self) -> tuple[tuple[str, float], ...]:
+        """Where the time of the last step went, by component; empty where it is not timed."""
+        ...
+
     def close(self) -> None: ...
-
-
-@runtime_checkable
-class TimedRunner(Runner, Protocol):
-    """A runner that also knows where the time of its last step went."""
-
-    def take_components(self) -> tuple[tuple[str, float], ...]: ...
 
 
 RunnerFactory = Callable[[WorkerConfig], Runner]
@@ -101,7 +98,6 @@ def serve(channel: _Channel, build: RunnerFactory) -> int:
             cache_bytes=runner.cache_bytes,
             load_s=time.perf_counter() - begin_s,
         )
-        timed = runner if isinstance(runner, TimedRunner) else None
         # What was loaded stays: scanning it again in every collection would put pauses between steps.
         gc.collect()
         gc.freeze()
@@ -114,7 +110,7 @@ def serve(channel: _Channel, build: RunnerFactory) -> int:
                     begin_s = time.perf_counter()
                     result = runner.execute(step, plan)
                     forward_s = time.perf_counter() - begin_s
-                    channel.send(Executed(step, result, forward_s, () if timed is None else timed.take_components()))
+                    channel.send(Executed(step, result, forward_s, runner.take_components()))
                 case Register(request=request, tokens=tokens, params=params, seed=seed):
                     during = f"register {request}"
                     runner.register(request, tokens, params, seed)
@@ -182,32 +178,7 @@ def _build_runner(config: WorkerConfig) -> Runner:
     # Imported here: it takes seconds, and the heartbeat thread is to answer meanwhile.
     from engine.model.build import build_runner
 
-    runner = build_runner(config)
-    if not config.time_components:
-        return runner
-    from engine.kernels.timing import ComponentTimer, timing
-
-    timer = ComponentTimer(runner.device)
-
-    class Timed:
-        """The runner with a clock on its parts; everything else is the runner's own."""
-
-        vocab_size = runner.vocab_size
-        context_length = runner.context_length
-        weight_bytes = runner.weight_bytes
-        cache_bytes = runner.cache_bytes
-        register = staticmethod(runner.register)
-        forget = staticmethod(runner.forget)
-        close = staticmethod(runner.close)
-
-        def execute(self, step: int, plan: RankPlan) -> RankResult:
-            with timing(timer):
-                return runner.execute(step, plan)
-
-        def take_components(self) -> tuple[tuple[str, float], ...]:
-            return timer.take()
-
-    return Timed()
+    return build_runner(config)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ class Script(msgspec.Struct, frozen=True):
     kill_at_step: int | None = None
     stop_at_step: int | None = None  # SIGSTOP
     hang_at_step: int | None = None
-    spin_s: float = 0.0  # steps hold the interpreter, as a careless extension would
     exit_at_step: int | None = None
     fault_rank: int = 0  # the data rank that the faults happen on
     once_file: str = ""  # a fault happens only while this file does not exist, and creates it
@@ -75,6 +74,9 @@ class ScriptedRunner:
                 logprobs = () if params.logprobs is None else (TokenLogprobs(-0.5, (token,), (-0.5,)),)
                 items.append(ItemResult(item.request, (token,), logprobs))
         return RankResult(tuple(items))
+
+    def take_components(self) -> tuple[tuple[str, float], ...]:
+        return (("other", 0.25),)
 
     def close(self) -> None:
         while self.script.hang_at_close:

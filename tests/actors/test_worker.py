@@ -68,6 +68,7 @@ async def test_group_of_two_in_lock_step() -> None:
         await group.send_plan(plan)
         result = await group.receive_result(plan)
         assert [len(rank.items) for rank in result.ranks] == [1, 0]
+        assert result.components == (("other", 0.25),)
     assert children() == []
 
 
