@@ -64,7 +64,10 @@ class BlockAppend(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SwapOut(msgspec.Struct, frozen=True, array_like=True):
-    """Copy ``blocks`` and the per-sequence state of ``slot`` to host blocks and one host state."""
+    """Copy ``blocks`` and the per-sequence state of ``slot`` to host blocks and one host state.
+
+    A model without per-sequence state has no host states: ``host_state`` is then 0 and means nothing.
+    """
 
     slot: int
     blocks: tuple[int, ...]

@@ -217,9 +217,12 @@ class RankBuild:
 
     def start(self, sequence: Sequence) -> Match | None:
         """Admit (or re-admit) by prefix hit or cold, with a first chunk; None, and nothing taken, where blocks are missing."""
-        rank = self.rank
+        rank, needed = self.rank, self._blocks_to_start(sequence)
+        # At best every block in use is part of the hit; a long prompt that does not fit even so is not matched again in every step.
+        if needed - (rank.tree.num_blocks - rank.tree.num_evictable_blocks) + rank.watermark_blocks > rank.num_allocatable:
+            return None
         match = rank.match(sequence)
-        if not rank.take_blocks(sequence, match, self._blocks_to_start(sequence)):
+        if not rank.take_blocks(sequence, match, needed):
             return None
         hit = match.num_blocks * rank.block_size
         if match.tail is not None and rank.tails is not None:
