@@ -1,7 +1,7 @@
 """Attention of V4.1: many query heads over one shared latent row per position (key = value), with a sink logit per head.
 
-Legend: T tokens, H heads, C head dimension, N rows of a flat cache, W window columns, K selected compressed rows.
-A row table points each token at the cache rows it attends. Its first window column belongs to the sink: it must point at a row of
+Legend: T tokens, H heads, C head dimension, N rows of a flat cache, W window columns, X all columns of a row table.
+A row table points each token at the cache rows it attends. Its first column belongs to the sink: it must point at a row of
 zeros, and its score is replaced by the head's sink logit, so that softmax counts it and the value adds nothing.
 Masked columns must point at a finite row (the zero row) and carry bias -inf.
 """
@@ -19,39 +19,24 @@ _TILE_ELEMENTS_DEVICE = 1 << 27
 _UPCAST_ELEMENTS_CPU = 1 << 17
 
 
-def window_attention(q_THC: Tensor, window_NC: Tensor, rows_TW: Tensor, bias_TW: Tensor, sink_H: Tensor, scale: float) -> Tensor:
-    """Sliding-window attention; returns [T, H, C] in the dtype of q.
+def sparse_attention(q_THC: Tensor, cache_NC: Tensor, rows_TX: Tensor, bias_TX: Tensor, sink_H: Tensor, scale: float) -> Tensor:
+    """Attention of each token over the cache rows its row table names, in one softmax; returns [T, H, C] in the dtype of q.
 
-    rows_TW int64 rows of ``window_NC`` (column 0: the zero row), bias_TW 0 or -inf in q's dtype, sink_H natural-log units, unscaled.
-    p is proportional to exp(q k scale); the denominator has exp(sink) more. Xiao et al. 2309.17453 for sinks; gpt-oss's learned form.
+    rows_TX int64 rows of ``cache_NC``: the sink column (a zero row), window rows, then selected compressed rows if there are any.
+    bias_TX is 0 or -inf, in q's dtype; sink_H in natural-log units, unscaled. p is proportional to exp(q k scale), the denominator has
+    exp(sink) more (gpt-oss's learned sinks).
     """
-    width = rows_TW.shape[1] * window_NC.shape[1]
-    out = []
-    for start, stop in _tiles(q_THC, width):
-        kv_TWC = functional.embedding(rows_TW[start:stop], window_NC)
-        out.append(_attend(q_THC[start:stop], kv_TWC, bias_TW[start:stop], sink_H, scale))
+    elements = rows_TX.shape[1] * cache_NC.shape[1]
+    out = [
+        _attend(q_THC[start:stop], functional.embedding(rows_TX[start:stop], cache_NC), bias_TX[start:stop], sink_H, scale)
+        for start, stop in _tiles(q_THC, elements)
+    ]
     return out[0] if len(out) == 1 else torch.cat(out)
 
 
-def sparse_attention(
-    q_THC: Tensor,
-    window_NC: Tensor,
-    window_rows_TW: Tensor,
-    compressed_NC: Tensor,
-    compressed_rows_TK: Tensor,
-    bias_TX: Tensor,
-    sink_H: Tensor,
-    scale: float,
-) -> Tensor:
-    """One softmax over a token's window rows and its selected compressed rows; X = W + K, otherwise as ``window_attention``."""
-    width = bias_TX.shape[1] * window_NC.shape[1]
-    out = []
-    for start, stop in _tiles(q_THC, width):
-        window_TWC = functional.embedding(window_rows_TW[start:stop], window_NC)
-        compressed_TKC = functional.embedding(compressed_rows_TK[start:stop], compressed_NC)
-        kv_TXC = torch.cat((window_TWC, compressed_TKC), dim=1)
-        out.append(_attend(q_THC[start:stop], kv_TXC, bias_TX[start:stop], sink_H, scale))
-    return out[0] if len(out) == 1 else torch.cat(out)
+def window_attention(q_THC: Tensor, window_NC: Tensor, rows_TW: Tensor, bias_TW: Tensor, sink_H: Tensor, scale: float) -> Tensor:
+    """The same without compressed rows: a layer whose tokens attend their window only."""
+    return sparse_attention(q_THC, window_NC, rows_TW, bias_TW, sink_H, scale)
 
 
 def _attend(q_THC: Tensor, kv_TXC: Tensor, bias_TX: Tensor, sink_H: Tensor, scale: float) -> Tensor:

@@ -69,9 +69,10 @@ def index_scores(q_THI: Tensor, weights_TH: Tensor, keys_NI: Tensor, rows_BJ: Te
         else:
             tokens = groups.tokens_GQ[start:stop]
             q, weights = q_THI[tokens], weights_TH[tokens]
-        dots = torch.bmm(q.reshape(-1, size * num_heads, dim), keys_GJI.mT).relu_()
-        dots = dots.view(-1, num_heads, num_positions)
-        out.append(torch.bmm(weights.reshape(-1, 1, num_heads), dots).view(-1, num_positions).float())
+        count = stop - start
+        dots = torch.bmm(q.reshape(count, size * num_heads, dim), keys_GJI.mT).relu_()
+        dots = dots.view(count * size, num_heads, num_positions)
+        out.append(torch.bmm(weights.reshape(count * size, 1, num_heads), dots).squeeze(1).float())
     scores_PJ = out[0] if len(out) == 1 else torch.cat(out)
     return scores_PJ if groups.places_T is None else scores_PJ[groups.places_T]
 

@@ -32,7 +32,7 @@ def mhc_mix(
     comb = Sinkhorn(softmax over rows + eps): columns first, then ``iterations - 1`` times rows and columns.
     """
     num_tokens, num_streams, _ = streams_TSD.shape
-    flat_TZ = streams_TSD.reshape(num_tokens, -1).float()
+    flat_TZ = streams_TSD.flatten(1).float()
     # fn z / sqrt(mean z^2 + eps), with sqrt(Z) folded into fn.
     mixed_TM = torch.addcdiv(base_M, functional.linear(flat_TZ, fn_MZ), floored_length(flat_TZ, norm_eps))
     pre_TS, post_TS, comb_TC = mixed_TM.split_with_sizes((num_streams, num_streams, num_streams * num_streams), dim=-1)

@@ -73,7 +73,7 @@ def rope_(x: Tensor, rotation: Tensor, inverse: bool = False) -> Tensor:
     turn = _turn(rotation, x.dim(), inverse)
     part = x[..., -rope_dim:]
     if x.dtype == torch.float32 and _even(part):
-        torch.view_as_complex(part.view(*part.shape[:-1], -1, 2)).mul_(turn)
+        torch.view_as_complex(part.view(*part.shape[:-1], rope_dim // 2, 2)).mul_(turn)
     else:
         part.copy_(torch.view_as_real(_pairs(part) * turn).flatten(-2))
     return x
@@ -107,7 +107,7 @@ def _pairs(x: Tensor) -> Tensor:
     wide = x.float()
     if not _even(wide):
         wide = wide.contiguous()
-    return torch.view_as_complex(wide.view(*wide.shape[:-1], -1, 2))
+    return torch.view_as_complex(wide.view(*wide.shape[:-1], wide.shape[-1] // 2, 2))
 
 
 def _even(x: Tensor) -> bool:

@@ -40,7 +40,7 @@ def round_fp4_kv(x: Tensor, group: int = 16) -> Tensor:
 
 
 def _groups(x: Tensor, group: int) -> Tensor:
-    return x.float().reshape(*x.shape[:-1], -1, group)
+    return x.float().reshape(*x.shape[:-1], x.shape[-1] // group, group)
 
 
 def _power_of_two_above(x: Tensor) -> Tensor:

@@ -76,17 +76,14 @@ def test_attention_equals_a_softmax_with_sink(dtype: torch.dtype, tile: int, mon
     rng = generator(1)
     tokens, heads, dim, window, chosen = 9, 3, 16, 6, 4
     q = torch.randn(tokens, heads, dim, generator=rng).to(dtype)
-    near = torch.randn(30, dim, generator=rng).to(dtype)
-    far = torch.randn(20, dim, generator=rng).to(dtype)
-    near[29] = far[19] = 0
-    near_rows = torch.randint(0, 29, (tokens, 1 + window), generator=rng)
-    near_rows[:, 0] = 29
-    far_rows = torch.randint(0, 19, (tokens, chosen), generator=rng)
+    cache = torch.randn(50, dim, generator=rng).to(dtype)
+    cache[49] = 0
+    table = torch.randint(0, 49, (tokens, 1 + window + chosen), generator=rng)
+    table[:, 0] = 49
     hidden = torch.rand(tokens, 1 + window + chosen, generator=rng) < 0.3
     hidden[0, 1:] = True  # a token that sees nothing but the sink
     bias = torch.zeros(hidden.shape).masked_fill(hidden, float("-inf")).to(dtype)
-    near_rows[:, 1:][hidden[:, 1 : 1 + window]] = 29
-    far_rows[hidden[:, 1 + window :]] = 19
+    table[hidden] = 49
     sink = torch.randn(heads, generator=rng)
 
     def expected(rows: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -95,11 +92,11 @@ def test_attention_equals_a_softmax_with_sink(dtype: torch.dtype, tile: int, mon
         return torch.einsum("thk,tkd->thd", weights / (weights.sum(-1, keepdim=True) + sink.exp().view(1, -1, 1)), rows.float())
 
     tolerance = 1e-5 if dtype == torch.float32 else 0.03
-    both = sparse_attention(q, near, near_rows, far, far_rows, bias, sink, 0.25)
-    rows = torch.cat((near[near_rows[:, 1:]], far[far_rows]), dim=1)
-    torch.testing.assert_close(both.float(), expected(rows, hidden[:, 1:]), rtol=0.0, atol=tolerance)
-    alone = window_attention(q, near, near_rows, bias[:, : 1 + window], sink, 0.25)
-    torch.testing.assert_close(alone.float(), expected(near[near_rows[:, 1:]], hidden[:, 1 : 1 + window]), rtol=0.0, atol=tolerance)
+    both = sparse_attention(q, cache, table, bias, sink, 0.25)
+    torch.testing.assert_close(both.float(), expected(cache[table[:, 1:]], hidden[:, 1:]), rtol=0.0, atol=tolerance)
+    near = slice(0, 1 + window)
+    alone = window_attention(q, cache, table[:, near], bias[:, near], sink, 0.25)
+    torch.testing.assert_close(alone.float(), expected(cache[table[:, near][:, 1:]], hidden[:, near][:, 1:]), rtol=0.0, atol=tolerance)
 
 
 def test_kv_write_touches_its_rows_only() -> None:

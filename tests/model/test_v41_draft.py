@@ -353,3 +353,17 @@ def test_too_many_tokens_and_no_draft_are_refused() -> None:
     without = V41Model(msgspec.structs.replace(SPEC, dspark=None), DictWeights(WEIGHTS), token_map=TOKEN_MAP)
     with pytest.raises(ConfigError, match="no draft"):
         without.draft(request(sequences, 1), without.new_cache(server.cache.config))
+
+
+@pytest.mark.parametrize("rows", [[22], [3, 11, 12], list(range(21, -1, -1))])
+def test_the_last_layer_computes_wanted_rows_only(rows: list[int]) -> None:
+    """A last layer that selects for itself (Reindex inside candidates), asked for few rows or all of them in another order."""
+    whole = Server(model(), num_tails=0)
+    expected = whole.step([(whole.start(PROMPTS[1]), 23)]).logits_RV
+    some = Server(whole.model, num_tails=0)
+    sequence = some.start([*PROMPTS[1], 9])
+    close = {"rtol": 0.0, "atol": 1e-4}
+    torch.testing.assert_close(some.step([(sequence, 23)], rows).logits_RV, expected[rows], **close)
+    other = whole.start([*PROMPTS[1], 9])
+    whole.step([(other, 23)])
+    torch.testing.assert_close(some.step([(sequence, 1)]).logits_RV, whole.step([(other, 1)]).logits_RV, **close)

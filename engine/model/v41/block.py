@@ -22,12 +22,19 @@ def block(
     spec: V41Spec,
     attend: Callable[[Tensor], Tensor],
     token_kind_T: Tensor | None,
+    only_T: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Streams and pre after the layer. Each sublayer collapses the streams with the *previous* sublayer's pre (the shift)."""
+    """Streams and pre after the layer. Each sublayer collapses the streams with the *previous* sublayer's pre (the shift).
+
+    ``only_T``: tokens the caller wants the result of; ``attend`` sees all of them, and returns (and what follows is for) those alone.
+    """
     iterations, eps, norm_eps = spec.hc_sinkhorn_iters, spec.hc_eps, spec.rms_norm_eps
+    out_TD = attend(rms_norm(mhc_collapse(pre_TS, streams_TSD), layer.attn_norm, norm_eps))
+    if only_T is not None:
+        streams_TSD = streams_TSD[only_T]
+        token_kind_T = None if token_kind_T is None else token_kind_T[only_T]
     next_pre_TS, post_TS, comb_TSS = mhc_mix(streams_TSD, layer.hc_attn_fn, layer.hc_attn_base, iterations, eps, norm_eps)
-    x_TD = rms_norm(mhc_collapse(pre_TS, streams_TSD), layer.attn_norm, norm_eps)
-    streams_TSD = mhc_expand(streams_TSD, attend(x_TD), post_TS, comb_TSS)
+    streams_TSD = mhc_expand(streams_TSD, out_TD, post_TS, comb_TSS)
     pre_TS = next_pre_TS
     next_pre_TS, post_TS, comb_TSS = mhc_mix(streams_TSD, layer.hc_ffn_fn, layer.hc_ffn_base, iterations, eps, norm_eps)
     x_TD = rms_norm(mhc_collapse(pre_TS, streams_TSD), layer.ffn_norm, norm_eps)

@@ -55,7 +55,13 @@ class V41Cache:
         self.tail_start = self.stage_start + self.stage_rows
         self.zero_row = self.tail_start + config.num_tails * self.window
         self.dump_row = self.zero_row + 1
-        self.window_LNC = torch.zeros((self.num_layers, self.dump_row + 1, spec.head_dim), dtype=dtype, device=device)
+        self.layer_rows = self.dump_row + 1
+        sources = spec.kv_source_layer_ids
+        main_rows = [self.block_rows(spec.compress_ratios[layer]) * config.num_blocks + 2 for layer in sources]
+        window_rows = self.num_layers * self.layer_rows
+        # Window rows of all layers, then the main rows of each source, in one tensor: a layer gathers both kinds with one row table.
+        self.rows_NC = torch.zeros((window_rows + sum(main_rows), spec.head_dim), dtype=dtype, device=device)
+        self.window_LNC = self.rows_NC[:window_rows].view(self.num_layers, self.layer_rows, spec.head_dim)
 
         self.pair_layers = tuple(layer for layer in spec.kv_source_layer_ids if spec.compress_ratios[layer] == 2)
         self.pair_stage_start = config.max_running * self.pair_ring_rows
@@ -65,11 +71,14 @@ class V41Cache:
 
         # Compressed rows and index keys of each KV source; the last two rows are zeros and dump, as above.
         self.main: dict[int, Tensor] = {}
+        self.main_start: dict[int, int] = {}  # where a source's rows begin in rows_NC
         self.keys: dict[int, Tensor] = {}
-        for layer in spec.kv_source_layer_ids:
-            rows = self.block_rows(spec.compress_ratios[layer]) * config.num_blocks + 2
-            self.main[layer] = torch.zeros((rows, spec.head_dim), dtype=dtype, device=device)
+        start = window_rows
+        for layer, rows in zip(sources, main_rows, strict=True):
+            self.main_start[layer] = start
+            self.main[layer] = self.rows_NC[start : start + rows]
             self.keys[layer] = torch.zeros((rows, spec.index_head_dim), dtype=dtype, device=device)
+            start += rows
         pinned = device.type == "cuda"
         self._host_blocks = [
             torch.zeros((config.num_host_blocks, *view.shape[1:]), dtype=dtype, pin_memory=pinned) for view in self._block_views()
@@ -91,7 +100,7 @@ class V41Cache:
         return self.block_rows(ratio) * self.config.num_blocks
 
     def num_bytes(self) -> int:
-        tensors = [self.window_LNC, self.pairs_LNU, *self.main.values(), *self.keys.values()]
+        tensors = [self.rows_NC, self.pairs_LNU, *self.keys.values()]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     # -- blocks

@@ -19,7 +19,7 @@ from engine.model.v41.block import block
 from engine.model.v41.cache import V41Cache
 from engine.model.v41.draft import DraftHead
 from engine.model.v41.hashing import hash_constants
-from engine.model.v41.step import StepBuilder, StepIndex
+from engine.model.v41.step import Pass, StepBuilder, StepIndex
 from engine.model.v41.weights import EngramWeights, LayerWeights, Loader, load_layer
 
 
@@ -84,8 +84,13 @@ class V41Model:
         row_ids_TEC = self._engram_rows(batch)
         streams_TSD = self.embed(batch.token_ids_T)
         pre_TS = self.first_pre_S.expand(step.num_tokens, -1)
+        run = Pass(self.spec, cache, step, self.builder, self.cache_rounding, capture)
         features: list[Tensor] = []
         after_layer: list[Tensor] = []
+        wants_streams = "streams.after_layer" in capture
+        rows_R = batch.logit_rows_R
+        # The last layer writes its rows for every token, but only the tokens that have logits need its output.
+        narrow = rows_R.shape[0] < step.num_tokens and not wants_streams
         for layer in self.layers:
             if layer.engram is not None:
                 assert row_ids_TEC is not None
@@ -93,17 +98,20 @@ class V41Model:
             if self.draft_head is not None and layer.layer in self.draft_head.target_layers:
                 features.append(streams_TSD.float().mean(1).to(self.dtype))
 
-            def attend(x_TD: Tensor, layer: LayerWeights = layer) -> Tensor:
-                return attention(x_TD, layer, self.spec, step, cache, self.builder, self.cache_rounding, capture)
+            only_T = rows_R if narrow and layer is self.layers[-1] else None
 
-            streams_TSD, pre_TS = block(streams_TSD, pre_TS, layer, self.spec, attend, step.token_kind_T)
-            if "streams.after_layer" in capture:
+            def attend(x_TD: Tensor, layer: LayerWeights = layer, only_T: Tensor | None = only_T) -> Tensor:
+                return attention(x_TD, layer, run, only_T)
+
+            streams_TSD, pre_TS = block(streams_TSD, pre_TS, layer, self.spec, attend, step.token_kind_T, only_T)
+            if wants_streams:
                 after_layer.append(streams_TSD)
         if self.draft_head is not None:
             self.draft_head.stage_main_rows(torch.cat(features, dim=-1), step, cache)
         self._commit(batch, step, cache)
-        rows = batch.logit_rows_R
-        logits_RV = self.logits(streams_TSD.index_select(0, rows), pre_TS.index_select(0, rows), self.norm_D)
+        if not narrow:
+            streams_TSD, pre_TS = streams_TSD[rows_R], pre_TS[rows_R]
+        logits_RV = self.logits(streams_TSD, pre_TS, self.norm_D)
         if after_layer:
             step.captures["streams.after_layer"] = torch.stack(after_layer, dim=1)
         if "engram.row_ids" in capture and row_ids_TEC is not None:

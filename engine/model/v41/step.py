@@ -5,7 +5,7 @@ Legend: T tokens, B sequences, W window columns (first one: the sink's), J compr
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -30,10 +30,20 @@ class RatioStep:
 
 @dataclass(slots=True)
 class Selection:
-    """Compressed rows that tokens attend beside their window: the rows, and the bias over window columns and rows together."""
+    """The row table of a compressed layer into the cache's whole row tensor: sink and window columns, then compressed rows.
 
-    rows_TK: Tensor
+    Layers that share a selection differ by where their window rows begin only, so the table is moved on from layer to layer.
+    """
+
+    rows_TX: Tensor
     bias_TX: Tensor
+    layer: int  # whose window the table points into
+
+    def for_layer(self, layer: int, num_window_columns: int, layer_rows: int) -> Tensor:
+        if layer != self.layer:
+            self.rows_TX[:, :num_window_columns].add_((layer - self.layer) * layer_rows)
+            self.layer = layer
+        return self.rows_TX
 
 
 @dataclass(slots=True)
@@ -55,6 +65,38 @@ class StepIndex:
     selection: Selection | None = None  # of the nearest index source so far
     candidates_TJ: Tensor | None = None
     captures: dict[str, Tensor] = field(default_factory=dict)
+
+    def narrowed(self, only_T: Tensor) -> StepIndex:
+        """The query side for the tokens ``only_T`` alone (every token its own group); row writes stay those of the whole step."""
+        selection = self.selection
+        if selection is not None:
+            selection = Selection(selection.rows_TX[only_T], selection.bias_TX[only_T], selection.layer)
+        ratios = {number: replace(ratio, visible_T=ratio.visible_T[only_T]) for number, ratio in self.ratios.items()}
+        return replace(
+            self,
+            window_rows_TW=self.window_rows_TW[only_T],
+            window_bias_TW=self.window_bias_TW[only_T],
+            rotation_plain=self.rotation_plain[only_T],
+            rotation_compressed=self.rotation_compressed[only_T],
+            groups=TokenGroups(self.seq_of_token_T[only_T], 1),
+            ratios=ratios,
+            seq_of_token_T=self.seq_of_token_T[only_T],
+            token_kind_T=None if self.token_kind_T is None else self.token_kind_T[only_T],
+            selection=selection,
+            candidates_TJ=None if self.candidates_TJ is None else self.candidates_TJ[only_T],
+        )
+
+
+@dataclass(slots=True)
+class Pass:
+    """One forward in flight: what every layer needs beside its input and its weights."""
+
+    spec: V41Spec
+    cache: V41Cache
+    step: StepIndex
+    builder: StepBuilder
+    rounding: bool
+    capture: frozenset[str]
 
 
 class StepBuilder:
