@@ -32,6 +32,6 @@ def floored_length(x: Tensor, eps: float) -> Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _scalar(value: float, device: torch.device) -> Tensor:
-    """Made once: building a tensor from a number costs as much as three operations on it. Not an inference tensor, so autograd may keep it."""
+    """Made once: building a tensor costs as much as three operations on it. Not an inference tensor, so autograd may keep it."""
     with torch.inference_mode(False):
         return torch.tensor(value, dtype=torch.float32, device=device)

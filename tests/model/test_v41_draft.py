@@ -362,8 +362,7 @@ def test_the_last_layer_computes_wanted_rows_only(rows: list[int]) -> None:
     expected = whole.step([(whole.start(PROMPTS[1]), 23)]).logits_RV
     some = Server(whole.model, num_tails=0)
     sequence = some.start([*PROMPTS[1], 9])
-    close = {"rtol": 0.0, "atol": 1e-4}
-    torch.testing.assert_close(some.step([(sequence, 23)], rows).logits_RV, expected[rows], **close)
+    torch.testing.assert_close(some.step([(sequence, 23)], rows).logits_RV, expected[rows], rtol=0.0, atol=1e-4)
     other = whole.start([*PROMPTS[1], 9])
     whole.step([(other, 23)])
-    torch.testing.assert_close(some.step([(sequence, 1)]).logits_RV, whole.step([(other, 1)]).logits_RV, **close)
+    torch.testing.assert_close(some.step([(sequence, 1)]).logits_RV, whole.step([(other, 1)]).logits_RV, rtol=0.0, atol=1e-4)
