@@ -378,6 +378,33 @@ def test_aborting_the_parent_or_the_last_fork_loses_nothing() -> None:
     assert len(replica.scheduler.ranks[0].free_slots) == 4
 
 
+def test_what_a_fork_reads_is_not_handed_to_a_swap_in_of_the_same_plan() -> None:
+    replica = Replica(config(num_blocks=5, max_running=2, prefix_caching=False, num_host_blocks=9, swap_threshold_tokens=1))
+    replica.submit(request(0, [2] * 11, 3))
+    replica.submit(request(1, [3] * 7, 6))
+    step(replica)
+    step(replica)
+    replica.submit(request(2, [4] * 3, 1, sample_ids=(2, 3)))
+    step(replica)  # 0 grows, 1 goes to host memory, 2 gets its slot; then 0 and 2 end
+    assert [event.request for event in of_kind(replica, Preempted)] == [1]
+    assert sorted(replica.reasons) == [0, 2]
+    plan = step(replica)
+    assert plan.ranks[0].starts[0].fork_of_slot is not None
+    replica.drain()
+    assert all(replica.outputs[number] == replica.expected_output(number)[0] for number in range(4))
+
+
+def test_a_fork_of_an_uncommitted_prompt_publishes_nothing() -> None:
+    replica = Replica(config())
+    replica.submit(request(0, [5] * 9, 6, sample_ids=(0, 1)))
+    replica.plan()
+    replica.plan()
+    replica.abort(1)  # it runs, on blocks that no committed plan has filled
+    replica.check_memory()
+    assert replica.scheduler.stats().ranks[0].tree_blocks == 0
+    replica.drain()
+
+
 # --- ranks ---------------------------------------------------------------------------------------------------------------------------
 
 
