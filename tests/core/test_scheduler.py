@@ -327,6 +327,20 @@ def test_a_full_house_finishes_with_bounded_preemptions() -> None:
     assert len(replica.reasons) == 200
 
 
+def test_a_victim_does_not_start_again_while_a_plan_still_computes_it() -> None:
+    replica = Replica(config(num_blocks=4, prefix_caching=False))
+    replica.submit(request(0, [2] * 7, 2))
+    replica.submit(request(1, [3] * 7, 6))
+    replica.plan()
+    replica.plan()
+    replica.commit()
+    # 0 is computing its last token and keeps its blocks; 1 needs one more, so it goes, and waits for the commit of its own token.
+    assert [replica.plan(), replica.plan()] == [None, None]
+    assert [event.request for event in replica.scheduler.take_events() if isinstance(event, Preempted)] == [1]
+    replica.drain()
+    assert replica.outputs[1] == replica.expected_output(1)[0]
+
+
 # --- forks ------------------------------------------------------------------------------------------------------------------------
 
 
