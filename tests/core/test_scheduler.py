@@ -223,6 +223,14 @@ def test_min_tokens_and_ignore_eos() -> None:
     assert of_kind(replica, Finished)[0].stop_token is not None
 
 
+def test_accepted_drafts_before_min_tokens_do_not_end_the_request() -> None:
+    replica = Replica(config(draft_tokens=3, max_draft_tokens=3))
+    replica.submit(Request(0, (5, 6), SamplingParams(max_tokens=20, min_tokens=9, stop_token_ids=tuple(range(60)))))
+    replica.drain(accept=3)
+    assert replica.outputs[0] == replica.expected_output(0)[0]
+    assert len(replica.outputs[0]) == 9
+
+
 def test_results_that_do_not_fit_the_plan_are_refused() -> None:
     scheduler = Scheduler(config())
     scheduler.submit(request(0, [5]), 0.0)
