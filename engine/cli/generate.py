@@ -121,6 +121,7 @@ async def _generate(
     from engine.actors.supervisor import open_engine
 
     completions: list[Completion | TwinferError | None] = [None] * len(generations)
+    first_error: TwinferError | None = None
     start_s = trio.current_time()
     async with open_engine(config, tokenizer, handle_signals=True) as engine:
         ready_s = trio.current_time() - start_s
