@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.kernels.timing import component
+
 # Gathered elements a tile may hold: on a CPU a tile should stay near the last-level cache, on a GPU launches should stay few.
 _TILE_ELEMENTS_CPU = 1 << 20
 _TILE_ELEMENTS_DEVICE = 1 << 27
@@ -19,6 +21,7 @@ _TILE_ELEMENTS_DEVICE = 1 << 27
 _UPCAST_ELEMENTS_CPU = 1 << 17
 
 
+@component("attention.sparse")
 def sparse_attention(q_THC: Tensor, cache_NC: Tensor, rows_TX: Tensor, bias_TX: Tensor, sink_H: Tensor, scale: float) -> Tensor:
     """Attention of each token over the cache rows its row table names, in one softmax; returns [T, H, C] in the dtype of q.
 
@@ -26,17 +29,22 @@ def sparse_attention(q_THC: Tensor, cache_NC: Tensor, rows_TX: Tensor, bias_TX: 
     bias_TX is 0 or -inf, in q's dtype; sink_H in natural-log units, unscaled. p is proportional to exp(q k scale), the denominator has
     exp(sink) more (gpt-oss's learned sinks).
     """
+    return _attention(q_THC, cache_NC, rows_TX, bias_TX, sink_H, scale)
+
+
+@component("attention.window")
+def window_attention(q_THC: Tensor, window_NC: Tensor, rows_TW: Tensor, bias_TW: Tensor, sink_H: Tensor, scale: float) -> Tensor:
+    """The same without compressed rows: a layer whose tokens attend their window only."""
+    return _attention(q_THC, window_NC, rows_TW, bias_TW, sink_H, scale)
+
+
+def _attention(q_THC: Tensor, cache_NC: Tensor, rows_TX: Tensor, bias_TX: Tensor, sink_H: Tensor, scale: float) -> Tensor:
     elements = rows_TX.shape[1] * cache_NC.shape[1]
     out = [
         _attend(q_THC[start:stop], functional.embedding(rows_TX[start:stop], cache_NC), bias_TX[start:stop], sink_H, scale)
         for start, stop in _tiles(q_THC, elements)
     ]
     return out[0] if len(out) == 1 else torch.cat(out)
-
-
-def window_attention(q_THC: Tensor, window_NC: Tensor, rows_TW: Tensor, bias_TW: Tensor, sink_H: Tensor, scale: float) -> Tensor:
-    """The same without compressed rows: a layer whose tokens attend their window only."""
-    return sparse_attention(q_THC, window_NC, rows_TW, bias_TW, sink_H, scale)
 
 
 def _attend(q_THC: Tensor, kv_TXC: Tensor, bias_TX: Tensor, sink_H: Tensor, scale: float) -> Tensor:

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from engine.kernels.norm import rms_norm
+from engine.kernels.timing import component
 
 
+@component("compressor")
 def compress_pair(previous_TU: Tensor, current_TU: Tensor, norm_C: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """Ratio 2: latent [T, C] of the pair (token before, token) in ``dtype``.
 
@@ -23,6 +25,7 @@ def compress_pair(previous_TU: Tensor, current_TU: Tensor, norm_C: Tensor, eps: 
     return rms_norm(mixed_TC, norm_C.float(), eps).to(dtype)
 
 
+@component("compressor")
 def compress_single(kv_TC: Tensor, norm_C: Tensor, eps: float) -> Tensor:
     """Ratio 1: latent [T, C] of each token alone, the norm of its projection."""
     return rms_norm(kv_TC, norm_C, eps)

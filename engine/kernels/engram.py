@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.kernels.timing import component
 
+
+@component("engram.fetch")
 def engram_hash(classes_TG: Tensor, multipliers_EG: Tensor, primes_EC: Tensor, offsets_EC: Tensor) -> Tensor:
     """Row ids [T, E, C] (int64, offsets included) from the classes of a token and of its G - 1 predecessors.
 
@@ -28,6 +31,7 @@ def engram_hash(classes_TG: Tensor, multipliers_EG: Tensor, primes_EC: Tensor, o
     return (hashes_TEN1 % primes_EC.view(shape) + offsets_EC.view(shape)).flatten(-2)
 
 
+@component("engram.fetch")
 def engram_classes(
     history: Tensor, rows_T: Tensor, positions_T: Tensor, token_map_V: Tensor, pad_class: int, max_ngram: int, image_token_id: int | None
 ) -> Tensor:
@@ -45,11 +49,13 @@ def engram_classes(
     return functional.embedding(tokens_TG, token_map_V.unsqueeze(-1)).squeeze(-1).masked_fill(blocked_TG, pad_class)
 
 
+@component("engram.fetch")
 def engram_gather(row_ids_TC: Tensor, table_NI: Tensor) -> Tensor:
     """The rows of a token side by side: [T, C * I]."""
     return functional.embedding(row_ids_TC, table_NI).flatten(1)
 
 
+@component("engram.gate")
 def engram_gate(streams_TSD: Tensor, kv_TD: Tensor, qk_weight_SD: Tensor, eps: float, open_T: Tensor | None = None) -> Tensor:
     """Streams plus the gated value: ``X_s + sigmoid(sign(d_s) sqrt(max(|d_s|, 1e-6))) * v`` in float32, in the streams' dtype.
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.kernels.timing import component
+
 # Multiply-adds of "every expert for every token" up to which it beats sort + grouped GEMM + unsort. Measured on a 2-core x86 CPU
 # (E 8..64, I 24..256, D 64..512); bfloat16's higher arithmetic rate moves the crossing up. Also right on a GPU, where it is small.
 _DENSE_MACS = {torch.float32: 2_500_000, torch.bfloat16: 25_000_000}
@@ -35,6 +37,7 @@ def prefers_dense(num_tokens: int, w2_EID: Tensor) -> bool:
     return num_tokens * 3 * w2_EID.numel() <= _DENSE_MACS.get(w2_EID.dtype, 0)
 
 
+@component("expert_gemm")
 def expert_gemm_dense(
     x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, w13_EJD: Tensor, w2_EID: Tensor, always_1E: Tensor, limit: float
 ) -> Tensor:
@@ -51,6 +54,7 @@ def expert_gemm_dense(
     return inner_TEI.flatten(1) @ w2_EID.view(-1, hidden)
 
 
+@component("expert_gemm")
 def expert_gemm(x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, w13_EJD: Tensor, w2_EID: Tensor, limit: float) -> Tensor:
     """Routed experts as grouped GEMMs over the (token, expert) pairs sorted by expert. Returns the weighted sum [T, D].
 

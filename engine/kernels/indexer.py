@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.kernels.timing import component
+
 _TILE_ELEMENTS_CPU = 1 << 21
 _TILE_ELEMENTS_DEVICE = 1 << 27
 _GROUP_TOKENS = 32
@@ -31,6 +33,7 @@ class TokenGroups:
     places_T: Tensor | None = None
 
 
+@component("indexer")
 def token_groups(query_starts_B1: Tensor, seq_of_token_T: Tensor, num_sequences: int, max_query_len: int) -> TokenGroups:
     """Cut a packed batch into groups without reading the device: the number of groups is a bound, some may be unused."""
     num_tokens = seq_of_token_T.shape[0]
@@ -50,6 +53,7 @@ def token_groups(query_starts_B1: Tensor, seq_of_token_T: Tensor, num_sequences:
     return TokenGroups(seq_of_token_T[tokens_GQ[:, 0]], size, tokens_GQ, places_T)
 
 
+@component("indexer")
 def index_scores(q_THI: Tensor, weights_TH: Tensor, keys_NI: Tensor, rows_BJ: Tensor, groups: TokenGroups) -> Tensor:
     """``score[t, j] = sum_h w[t, h] * relu(q[t, h] . key[j])`` float32 [T, J] over the keys of each token's own sequence.
 
@@ -77,12 +81,14 @@ def index_scores(q_THI: Tensor, weights_TH: Tensor, keys_NI: Tensor, rows_BJ: Te
     return scores_PJ if groups.places_T is None else scores_PJ[groups.places_T]
 
 
+@component("indexer")
 def mask_invisible(scores_TJ: Tensor, visible_T: Tensor) -> Tensor:
     """Scores with -inf at positions j >= visible[t]."""
     steps_J = torch.arange(scores_TJ.shape[1], device=scores_TJ.device)
     return scores_TJ.masked_fill(steps_J >= visible_T.unsqueeze(-1), float("-inf"))
 
 
+@component("indexer")
 def candidate_blocks(scores_TJ: Tensor, visible_T: Tensor, block_size: int, top_blocks: int) -> Tensor:
     """Positions [T, J] (bool) inside the ``top_blocks`` best blocks of ``block_size`` consecutive positions.
 
@@ -101,6 +107,7 @@ def candidate_blocks(scores_TJ: Tensor, visible_T: Tensor, block_size: int, top_
     return keep_TJ & (scores_TJ > float("-inf"))
 
 
+@component("indexer")
 def top_k_positions(scores_TJ: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """Positions [T, K] of the best scores (any order) and whether each is a real one (score > -inf), K = min(top_k, J)."""
     best = scores_TJ.topk(min(top_k, scores_TJ.shape[1]), dim=-1, sorted=False)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.kernels.norm import floored_length
+from engine.kernels.timing import component
 
 
 def mhc_fold(fn_MZ: Tensor, scale_3: Tensor, num_streams: int) -> Tensor:
@@ -23,6 +24,7 @@ def mhc_fold(fn_MZ: Tensor, scale_3: Tensor, num_streams: int) -> Tensor:
     return fn_MZ.float() * scale_M1 * math.sqrt(fn_MZ.shape[1])
 
 
+@component("mhc")
 def mhc_mix(
     streams_TSD: Tensor, fn_MZ: Tensor, base_M: Tensor, iterations: int, eps: float, norm_eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -59,11 +61,13 @@ def sinkhorn(start_TSS: Tensor, iterations: int, eps: float) -> Tensor:
     return matrix_SST.permute(2, 0, 1)
 
 
+@component("mhc")
 def mhc_collapse(pre_TS: Tensor, streams_TSD: Tensor) -> Tensor:
     """A sublayer's input: ``sum_s pre[s] * X[s]`` [T, D] in the streams' dtype, accumulated in float32."""
     return torch.bmm(pre_TS.unsqueeze(1), streams_TSD.float()).squeeze(1).to(streams_TSD.dtype)
 
 
+@component("mhc")
 def mhc_expand(streams_TSD: Tensor, out_TD: Tensor, post_TS: Tensor, comb_TSS: Tensor) -> Tensor:
     """The streams after a sublayer: ``X'[j] = post[j] * y + sum_i comb[i, j] * X[i]`` (comb's *first* index is contracted)."""
     injected_TSD = post_TS.unsqueeze(-1) * out_TD.unsqueeze(1)

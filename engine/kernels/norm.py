@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.kernels.timing import component
 
+
+@component("norm")
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """``weight * x / sqrt(mean(x^2) + eps)`` over the last dimension, computed in float32, returned in ``x.dtype``.
 

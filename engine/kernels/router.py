@@ -5,7 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional
 
+from engine.kernels.timing import component
 
+
+@component("router")
 def router(x_TD: Tensor, gate_ED: Tensor, bias: Tensor, top_k: int, scale: float) -> tuple[Tensor, Tensor]:
     """Weights [T, k] float32 and expert ids [T, k] int64 of each token.
 

@@ -13,12 +13,14 @@ from engine.kernels.kv_write import kv_write
 from engine.kernels.norm import rms_norm
 from engine.kernels.rope import rope_
 from engine.kernels.rounding import round_fp4_index, round_fp4_kv, round_fp8
+from engine.kernels.timing import component
 from engine.model.v41.cache import V41Cache
 from engine.model.v41.selection import select
 from engine.model.v41.step import Pass
 from engine.model.v41.weights import LayerWeights
 
 
+@component("projection")
 def attention(x_TD: Tensor, layer: LayerWeights, run: Pass, only_T: Tensor | None = None) -> Tensor:
     """The sublayer's output [T, D]; writes the step's rows into the cache. ``run.step`` carries the selection from layer to layer.
 
@@ -51,6 +53,7 @@ def attention(x_TD: Tensor, layer: LayerWeights, run: Pass, only_T: Tensor | Non
     return project_out(out_THC, layer, spec, rotation)
 
 
+@component("kv_write")
 def stage_window_rows(
     kv_TC: Tensor, layer: LayerWeights, spec: V41Spec, rotation: Tensor, stage_start: int, cache: V41Cache, rounding: bool
 ) -> None:
@@ -61,6 +64,7 @@ def stage_window_rows(
     cache.window_LNC[layer.layer, stage_start : stage_start + rows_TC.shape[0]] = rows_TC
 
 
+@component("projection")
 def project_out(out_THC: Tensor, layer: LayerWeights, spec: V41Spec, rotation: Tensor) -> Tensor:
     """Rotate the heads back, project each group of heads to its low rank, then all of it to the hidden size: [T, D]."""
     rope_(out_THC, rotation, inverse=True)
@@ -69,6 +73,7 @@ def project_out(out_THC: Tensor, layer: LayerWeights, spec: V41Spec, rotation: T
     return functional.linear(low_TX, layer.wo_b)
 
 
+@component("compressor")
 def _write_compressed(x_TD: Tensor, parts: tuple[Tensor, ...], layer: LayerWeights, run: Pass) -> None:
     """Main row and index key of every group the step completes. The key is made from the latent before it is rotated."""
     spec, step, cache = run.spec, run.step, run.cache

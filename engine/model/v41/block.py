@@ -12,6 +12,7 @@ from engine.kernels.experts import expert_gemm, expert_gemm_dense, gated_ffn, pr
 from engine.kernels.mhc import mhc_collapse, mhc_expand, mhc_mix
 from engine.kernels.norm import rms_norm
 from engine.kernels.router import router
+from engine.kernels.timing import component
 from engine.model.v41.weights import LayerWeights, MoeWeights
 
 
@@ -42,6 +43,10 @@ def block(
     return streams_TSD, next_pre_TS
 
 
+_shared_expert = component("shared_expert")(gated_ffn)
+
+
+@component("expert_gemm")
 def moe(x_TD: Tensor, weights: MoeWeights, spec: V41Spec, token_kind_T: Tensor | None) -> Tensor:
     """Routed experts plus the shared one [T, D]. Both ways of computing it give the same numbers up to rounding."""
     bias = weights.bias
@@ -56,4 +61,4 @@ def moe(x_TD: Tensor, weights: MoeWeights, spec: V41Spec, token_kind_T: Tensor |
     routed_TD = expert_gemm(x_TD, chosen_TK, ids_TK, weights.w13[:num_routed], weights.w2[:num_routed], limit)
     if weights.shared_w13 is None or weights.shared_w2 is None:
         return routed_TD
-    return routed_TD + gated_ffn(x_TD, weights.shared_w13, weights.shared_w2, limit)
+    return routed_TD + _shared_expert(x_TD, weights.shared_w13, weights.shared_w2, limit)

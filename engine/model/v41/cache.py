@@ -26,6 +26,7 @@ from torch import Tensor
 from engine.core.cache_config import CacheConfig
 from engine.core.errors import ConfigError
 from engine.core.specs import V41Spec
+from engine.kernels.timing import component
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +156,7 @@ class V41Cache:
         ring_AW = torch.where(positions_AW >= 0, ring_AW, self.dump_row)
         self._copy_rows(self._tail_rows(self._index(tails)).flatten(), ring_AW.flatten())
 
+    @component("kv_write")
     def save_tails(self, tails: list[int], positions: list[int], slots_A: Tensor, context_starts_A: Tensor, query_starts_A: Tensor) -> None:
         """Keep the rows of positions [position - W, position); to be called after the layers and before ``commit_window``.
 
@@ -173,12 +175,14 @@ class V41Cache:
         rows_XW = torch.where(positions_XW >= context_starts_X.unsqueeze(-1), stage_XW, ring_XW)
         return rows_XW.masked_fill_(positions_XW < 0, self.zero_row)
 
+    @component("kv_write")
     def commit_window(self, ring_rows_T: Tensor) -> None:
         """Take the step's staged rows over into the rings, all layers at once; the dump row takes what no later step needs."""
         num_tokens = ring_rows_T.shape[0]
         staged = self.window_LNC[:, self.stage_start : self.stage_start + num_tokens].clone()
         self.window_LNC.index_copy_(1, ring_rows_T, staged)
 
+    @component("kv_write")
     def commit_pairs(self, pair_rows_T: Tensor) -> None:
         """The same for the pair state."""
         num_tokens = pair_rows_T.shape[0]

@@ -25,6 +25,7 @@ from engine.kernels.norm import rms_norm
 from engine.kernels.rope import rope_, rope_rotation
 from engine.kernels.rounding import round_fp8
 from engine.kernels.sampling import filtered_probs, inverse_cdf
+from engine.kernels.timing import component
 from engine.model.base import DraftOutput, DraftRequest
 from engine.model.v41.attention import project_out, stage_window_rows
 from engine.model.v41.block import block
@@ -58,6 +59,14 @@ class DraftHead:
         self._main_kv_norm_LC = torch.stack([layer.kv_norm for layer in self.layers])
         self._block_sinks = [layer.sink.repeat(spec.dspark.block_size) for layer in self.layers]
 
+    def parameters(self) -> list[object]:
+        """Every tensor, or dataclass of tensors, the draft adds to the model."""
+        return [
+            *self.layers, self.main_proj, self.main_norm_D, self.norm_D, self.markov_embed_VM, self.markov_head_VM, self.confidence_1X,
+            self._main_wkv, self._main_kv_norm_LC, *self._block_sinks,
+        ]  # fmt: skip
+
+    @component("draft", whole=True)
     def stage_main_rows(self, features_TF: Tensor, step: StepIndex, cache: V41Cache) -> None:
         """The draft layers' window rows of every main token of the step, all layers in one product."""
         spec, num_layers = self.spec, len(self.layers)
@@ -68,6 +77,7 @@ class DraftHead:
             rows_TLC = round_fp8(rows_TLC)
         cache.window_LNC[spec.num_layers :, step.stage_start : step.stage_start + step.num_tokens] = rows_TLC.transpose(0, 1)
 
+    @component("draft", whole=True)
     @torch.inference_mode()
     def draft(self, request: DraftRequest, cache: V41Cache) -> DraftOutput:
         """``num_tokens`` drafts per sequence. Raises ConfigError where more are asked for than the block has rows."""

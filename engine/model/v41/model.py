@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, is_dataclass
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -12,6 +14,7 @@ from engine.core.specs import V41Spec
 from engine.kernels.engram import engram_classes, engram_gate, engram_gather, engram_hash
 from engine.kernels.mhc import mhc_collapse
 from engine.kernels.norm import rms_norm
+from engine.kernels.timing import component
 from engine.model.base import DraftOutput, DraftRequest, ForwardOutput, KVCache, WeightSource
 from engine.model.batch import ForwardBatch
 from engine.model.v41.attention import attention
@@ -71,6 +74,21 @@ class V41Model:
             raise ConfigError(f"{self.spec.name}: the token map has {int(token_map.max()) + 1} classes, the config {engram.num_classes}")
         return token_map.to(device=self.device, dtype=torch.int64)
 
+    def num_bytes(self) -> int:
+        """Bytes of all weights as held: fused and folded tensors, each storage once."""
+        seen: dict[int, int] = {}
+        stack: list[object] = [self.embed_VD, self.norm_D, self.head_VD, *self.layers]
+        if self.draft_head is not None:
+            stack += self.draft_head.parameters()
+        while stack:
+            item = stack.pop()
+            if isinstance(item, Tensor):
+                storage = item.untyped_storage()
+                seen[storage.data_ptr()] = storage.nbytes()
+            elif is_dataclass(item):
+                stack += [getattr(item, entry.name) for entry in fields(item)]
+        return sum(seen.values())
+
     def new_cache(self, config: CacheConfig) -> V41Cache:
         return V41Cache(self.spec, config, self.dtype, self.device)
 
@@ -118,10 +136,12 @@ class V41Model:
             step.captures["engram.row_ids"] = row_ids_TEC
         return ForwardOutput(logits_RV, captures=step.captures or None)
 
+    @component("embed")
     def embed(self, token_ids_T: Tensor) -> Tensor:
         """All streams of a token begin as its embedding."""
         return functional.embedding(token_ids_T, self.embed_VD).unsqueeze(1).expand(-1, self.spec.hc_mult, -1)
 
+    @component("lm_head")
     def logits(self, streams_RSD: Tensor, pre_RS: Tensor, norm_D: Tensor) -> Tensor:
         hidden_RD = rms_norm(mhc_collapse(pre_RS, streams_RSD), norm_D, self.spec.rms_norm_eps)
         return functional.linear(hidden_RD.float(), self.head_VD)
@@ -133,6 +153,7 @@ class V41Model:
         assert isinstance(cache, V41Cache)
         return self.draft_head.draft(request, cache)
 
+    @component("engram.fetch")
     def _engram_rows(self, batch: ForwardBatch) -> Tensor | None:
         """Row ids of all Engram layers [T, E, C]: they depend on token ids only, so they are known before the first layer."""
         engram = self.spec.engram
@@ -150,6 +171,7 @@ class V41Model:
         constants = self.hash_constants
         return engram_hash(classes_TG, constants.multipliers_EG, constants.primes_EC, constants.offsets_EC)
 
+    @component("engram.gate")
     def _engram(self, streams_TSD: Tensor, row_ids_TEC: Tensor, layer: int, weights: EngramWeights, step: StepIndex) -> Tensor:
         assert self.spec.engram is not None
         rows_TX = engram_gather(row_ids_TEC[:, self.spec.engram.layer_ids.index(layer)], weights.table)

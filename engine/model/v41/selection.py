@@ -10,10 +10,12 @@ from engine.core.specs import AttentionRole
 from engine.kernels.indexer import candidate_blocks, index_scores, mask_invisible, top_k_positions
 from engine.kernels.rope import rope_
 from engine.kernels.rounding import round_fp4_index
+from engine.kernels.timing import component
 from engine.model.v41.step import Pass, RatioStep, Selection
 from engine.model.v41.weights import LayerWeights
 
 
+@component("indexer")
 def select(low_TQ: Tensor, weights_TH: Tensor, layer: LayerWeights, run: Pass) -> None:
     """Set ``run.step.selection``, and at the candidate source ``run.step.candidates_TJ``.
 
