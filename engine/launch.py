@@ -14,10 +14,9 @@ import msgspec
 from engine.actors.config import EngineConfig, GatewayConfig, SupervisionConfig, WorkerConfig
 from engine.chat_template import ChatTemplate
 from engine.core.cache_config import CacheConfig
-from engine.core.counts import weight_bytes
 from engine.core.errors import ConfigError
 from engine.core.layout import Deployment, parse_layout
-from engine.core.memory import DTYPE_BYTES, MemoryPlan, blocks_for, plan_memory, smallest_block_multiple
+from engine.core.memory import MemoryPlan, blocks_for, held_weight_bytes, plan_memory, smallest_block_multiple
 from engine.core.scheduler_config import SchedulerConfig
 from engine.core.specs import ModelSpec
 from engine.device import DeviceInfo, resolve_device
@@ -73,9 +72,9 @@ def plan_launch(options: Resolved, spec: ModelSpec, model: str) -> Launch:
     dtype = "bfloat16" if options["dtype"] == "auto" else options["dtype"]
     budget_bytes = int(device.free_bytes * options["mem_fraction_static"])
     if device.device == "cpu":
-        budget_bytes = min(int(budget_bytes * CPU_SHARE), weight_bytes(spec, DTYPE_BYTES[dtype]) + CPU_KV_BYTES)
-    cache = _cache_config(options, spec, dtype, budget_bytes)
-    memory = plan_memory(spec, cache, dtype)
+        budget_bytes = min(int(budget_bytes * CPU_SHARE), held_weight_bytes(spec, dtype, device.device) + CPU_KV_BYTES)
+    cache = _cache_config(options, spec, dtype, device.device, budget_bytes)
+    memory = plan_memory(spec, cache, dtype, device.device)
     if memory.total_bytes > device.free_bytes:
         raise ConfigError(
             f"weights {memory.weight_bytes} B and KV {memory.cache_bytes} B exceed the {device.free_bytes} B free on {device.device}; "
@@ -139,7 +138,7 @@ def _refuse_what_is_not_built(options: Resolved, layout: Deployment) -> None:
             )
 
 
-def _cache_config(options: Resolved, spec: ModelSpec, dtype: str, budget_bytes: int) -> CacheConfig:
+def _cache_config(options: Resolved, spec: ModelSpec, dtype: str, device: str, budget_bytes: int) -> CacheConfig:
     block_size = options["block_size"]
     multiple = smallest_block_multiple(spec)
     if block_size % multiple:
@@ -172,7 +171,7 @@ def _cache_config(options: Resolved, spec: ModelSpec, dtype: str, budget_bytes: 
     else:
         # More blocks than every slot at full length could use would only cost memory.
         useful = max_running * base.max_blocks_per_sequence
-        num_blocks = min(blocks_for(spec, base, dtype, budget_bytes), useful)
+        num_blocks = min(blocks_for(spec, base, dtype, device, budget_bytes), useful)
     changes: dict[str, Any] = {"num_blocks": num_blocks}
     if options["context_length"] is None:
         changes["context_length"] = min(base.context_length, num_blocks * block_size)

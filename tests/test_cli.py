@@ -38,7 +38,9 @@ def test_wrong_usage_exits_with_2(capsys: pytest.CaptureFixture[str], command: l
     assert "usage: twinfer" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [["--help"], ["generate", "--help"], ["logits", "--help"], ["model", "show", "--help"], ["check", "--help"]])
+@pytest.mark.parametrize(
+    "command", [["--help"], ["generate", "--help"], ["logits", "--help"], ["model", "show", "--help"], ["check", "--help"]]
+)
 def test_help_is_printed(capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         twinfer.main(command)

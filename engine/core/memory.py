@@ -13,9 +13,16 @@ from engine.core.cache_config import CacheConfig
 from engine.core.counts import weight_bytes
 from engine.core.errors import ConfigError
 from engine.core.specs import DenseSpec, ModelSpec, V41Spec
+from engine.core.tensors import FP32, expected_tensors
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _STATE_BYTES = 4  # the compressor's pending rows are float32
+# Held in float32 whatever the compute dtype; see held_weight_bytes.
+_WIDE = (
+    "head.weight", "ffn.gate.weight", "markov_head.embed.weight", "markov_head.head.weight", "confidence_head.proj.weight",
+)  # fmt: skip
+_FOLDED = "engram.q_weight"
+_FOLDED_AWAY = "engram.k_weight"
 _WINDOW_SLACK_ROWS = 2  # see the V4.1 cache: room for a fork that lags one token behind
 
 
@@ -35,6 +42,34 @@ class MemoryPlan(msgspec.Struct, frozen=True):
     @property
     def total_bytes(self) -> int:
         return self.weight_bytes + self.cache_bytes
+
+
+def held_weight_bytes(spec: ModelSpec, dtype: str, device: str) -> int:
+    """Bytes of the weights as a worker holds them, which is a little more than the checkpoint's.
+
+    V4.1: the float32 parts of the maths are kept in float32 (head, router, ratio-2 compressor, Markov and confidence heads), and Engram's
+    two gate gains are folded into one. Dense on a CPU: a tied bfloat16 head is packed for the matrix product, a copy of the embedding.
+    """
+    element = DTYPE_BYTES[dtype]
+    total = weight_bytes(spec, element)
+    tensors = expected_tensors(spec)
+    if isinstance(spec, DenseSpec):
+        packed = spec.tie_word_embeddings and dtype == "bfloat16" and device == "cpu"
+        return total + (spec.vocab_size * spec.hidden_size * element if packed else 0)
+    for name, tensor in tensors.items():
+        if tensor.kind == FP32:
+            continue
+        if name.endswith(_FOLDED_AWAY):
+            total -= tensor.num_elements * element
+        elif name.endswith(_FOLDED) or name.endswith(_WIDE) or _is_pair_projection(spec, name):
+            total += tensor.num_elements * (4 - element)
+    return total
+
+
+def _is_pair_projection(spec: V41Spec, name: str) -> bool:
+    if not name.endswith(("compressor.wkv.weight", "compressor.wgate.weight")):
+        return False
+    return spec.compress_ratios[int(name.split(".")[1])] == 2
 
 
 def block_bytes(spec: ModelSpec, block_size: int, dtype: str) -> int:
@@ -62,10 +97,10 @@ def fixed_cache_bytes(spec: ModelSpec, config: CacheConfig, dtype: str) -> int:
     return rows * spec.num_window_layers * spec.head_dim * element + pair_layers * pair_rows * 2 * spec.head_dim * _STATE_BYTES
 
 
-def plan_memory(spec: ModelSpec, config: CacheConfig, dtype: str) -> MemoryPlan:
-    """The prediction for a cache of ``config``'s sizes."""
+def plan_memory(spec: ModelSpec, config: CacheConfig, dtype: str, device: str) -> MemoryPlan:
+    """The prediction for a cache of ``config``'s sizes on a torch ``device``."""
     return MemoryPlan(
-        weight_bytes=weight_bytes(spec, DTYPE_BYTES[dtype]),
+        weight_bytes=held_weight_bytes(spec, dtype, device),
         block_size=config.block_size,
         block_bytes=block_bytes(spec, config.block_size, dtype),
         fixed_cache_bytes=fixed_cache_bytes(spec, config, dtype),
@@ -73,9 +108,9 @@ def plan_memory(spec: ModelSpec, config: CacheConfig, dtype: str) -> MemoryPlan:
     )
 
 
-def blocks_for(spec: ModelSpec, config: CacheConfig, dtype: str, budget_bytes: int) -> int:
+def blocks_for(spec: ModelSpec, config: CacheConfig, dtype: str, device: str, budget_bytes: int) -> int:
     """Blocks that fit beside the weights. Raises ConfigError with the sum and two remedies where not even one does."""
-    plan = plan_memory(spec, config, dtype)
+    plan = plan_memory(spec, config, dtype, device)
     left = budget_bytes - plan.weight_bytes - plan.fixed_cache_bytes
     if left < plan.block_bytes:
         raise ConfigError(
