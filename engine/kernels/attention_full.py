@@ -26,7 +26,8 @@ class DecodePart:
     """Sequences with one new token, B of them. ``rows_B`` are their rows of T (None: all of T, in order).
 
     ``units`` is a range (first, count) of the pool, or the block ids to gather. Unit u belongs to sequence ``owner_U[u]`` as its
-    ``entry_U[u]``-th block; ``unit_BM`` is the inverse, of no meaning where ``valid_BM1`` is 0. ``mask_B1MP`` float32 is 0 for visible
+    ``entry_U[u]``-th block; ``unit_BM`` is the inverse, of no meaning where ``valid_BM1`` is 0, and None where unit b * M + m is
+    entry m of sequence b. ``mask_B1MP`` float32 is 0 for visible
     positions, else -inf; ``unit_mask_U11P`` the same per unit in the model's dtype, only for the fused path.
     """
 
@@ -34,7 +35,7 @@ class DecodePart:
     units: tuple[int, int] | Tensor
     owner_U: Tensor
     entry_U: Tensor
-    unit_BM: Tensor
+    unit_BM: Tensor | None
     valid_BM1: Tensor | None
     mask_B1MP: Tensor
     unit_mask_U11P: Tensor | None
@@ -119,6 +120,8 @@ def _plan_decode(
         owner_U[unit_BM[sequence_v, entry_v]] = sequence_v
         entry_U[unit_BM[sequence_v, entry_v]] = entry_v
         valid_BM1 = None if bool(valid_BM.all()) else valid_BM.unsqueeze(2).to(dtype)
+    unit_BM = unit_BM.reshape(-1)
+    in_order = unit_range is None or (valid_BM1 is None and bool((unit_BM == torch.arange(num_units, device=device)).all()))
     unit_mask_U11P = None
     # The fused path gives each unit a softmax of its own, so it wants no unit without a visible position.
     if on_cpu and num_sequences == 1 and num_units <= _FEW_UNITS and num_units == int(valid_BM.sum()):
@@ -128,7 +131,7 @@ def _plan_decode(
         units=units,
         owner_U=owner_U,
         entry_U=entry_U,
-        unit_BM=unit_BM.reshape(-1),
+        unit_BM=None if in_order else unit_BM,
         valid_BM1=valid_BM1,
         mask_B1MP=mask_B1MP,
         unit_mask_U11P=unit_mask_U11P,
@@ -179,16 +182,25 @@ def _decode(q_BHd: Tensor, kv_2NJPd: Tensor, part: DecodePart) -> Tensor:
         q_UHd = q_BHd.expand(num_units, num_heads, head_dim)
     else:
         q_UHd = q_BHd.index_select(0, part.owner_U)
-    scores = torch.bmm(q_UHd.reshape(-1, groups, head_dim), keys.transpose(1, 2))
-    scores_BMHP = scores.view(num_units, num_heads, block_size).index_select(0, part.unit_BM).view(num_sequences, -1, num_heads, block_size)
+    scores_UHP = torch.bmm(q_UHd.reshape(-1, groups, head_dim), keys.transpose(1, 2)).view(num_units, num_heads, block_size)
+    if part.unit_BM is not None:
+        scores_UHP = scores_UHP.index_select(0, part.unit_BM)
+    scores_BHMP = scores_UHP.view(num_sequences, -1, num_heads, block_size).transpose(1, 2)
     # Into a buffer, which fixes the order of its dimensions: the softmax runs over entries and positions as one.
-    torch.add(part.mask_B1MP, scores_BMHP.transpose(1, 2), alpha=head_dim**-0.5, out=part.scores_BHMP)
+    torch.add(part.mask_B1MP, scores_BHMP, alpha=head_dim**-0.5, out=part.scores_BHMP)
     probs_BHMP = part.scores_BHMP.flatten(2).softmax(-1).view_as(part.scores_BHMP)
-    probs_UHP = probs_BHMP[part.owner_U, :, part.entry_U].to(q_BHd.dtype)
-    out_UHd = torch.bmm(probs_UHP.view(-1, groups, block_size), values).view(num_units, num_heads * head_dim)
-    out_BMD = out_UHd.index_select(0, part.unit_BM).view(num_sequences, -1, num_heads * head_dim)
+    if part.unit_BM is None:
+        probs_UHP = probs_BHMP.transpose(1, 2).to(q_BHd.dtype, memory_format=torch.contiguous_format)
+    else:
+        probs_UHP = probs_BHMP.to(q_BHd.dtype)[part.owner_U, :, part.entry_U]
+    out_UD = torch.bmm(probs_UHP.reshape(-1, groups, block_size), values).view(num_units, num_heads * head_dim)
+    if part.unit_BM is not None:
+        out_UD = out_UD.index_select(0, part.unit_BM)
+    out_BMD = out_UD.view(num_sequences, -1, num_heads * head_dim)
     if part.valid_BM1 is not None:
         out_BMD = out_BMD.mul_(part.valid_BM1)
+    if out_BMD.shape[1] == 2:
+        return out_BMD[:, 0] + out_BMD[:, 1]  # a reduction over two has a higher price
     return out_BMD.sum(1)
 
 
