@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from engine.kernels.engram import engram_classes, engram_gate, engram_gather, en
 from engine.kernels.indexer import candidate_blocks
 from engine.kernels.mhc import mhc_collapse, mhc_expand, mhc_fold, mhc_mix
 from engine.kernels.norm import rms_norm
-from engine.kernels.rope import rope, rope_, rope_frequencies, rope_rotation
+from engine.kernels.rope import rope, rope_, rope_frequencies, rope_half, rope_rotation
 from engine.kernels.rounding import round_fp4_index, round_fp4_kv, round_fp8
 from engine.kernels.router import router
 from engine.model.v41.hashing import build_token_map, hash_constants
@@ -122,6 +123,42 @@ def test_rounding_is_exact_in_both_dtypes(golden: dict[str, Tensor], function: A
     assert torch.equal(expected.bfloat16().float()[in_range], expected[in_range])
 
 
+def grid(exponent_bits: int, mantissa_bits: int, bias: int, largest: float) -> list[float]:
+    """All non-negative values of a small float format, from its definition."""
+    values = []
+    for exponent in range(2**exponent_bits):
+        for mantissa in range(2**mantissa_bits):
+            lead = 0 if exponent == 0 else 1
+            values.append((lead + mantissa / 2**mantissa_bits) * 2.0 ** (max(exponent, 1) - bias))
+    return [value for value in values if value <= largest]
+
+
+def nearest_even(x: float, values: list[float]) -> float:
+    """The nearest grid value; of two equally near ones that with the even code (its index), saturating."""
+    magnitude = min(abs(x), values[-1])
+    best = min(range(len(values)), key=lambda index: (abs(values[index] - magnitude), index % 2))
+    return math.copysign(values[best], x)
+
+
+@pytest.mark.parametrize("amax", [1e-8, 3e-5, 9e-5, 2e-4, 7e-4, 0.013, 0.5, 6.0, 447.0, 449.0, 9e4])
+def test_rounding_by_definition_over_the_whole_range(amax: float) -> None:
+    """Scales from the written rule, values by search over the format's grid; floors of the scale included."""
+    row = torch.linspace(-1.0, 1.0, 32) * amax
+    row[3] = 0.0
+    e4m3, e2m1 = grid(4, 3, 7, 448.0), grid(2, 1, 1, 6.0)
+    for function, values, group, floor, largest in (
+        (round_fp8, e4m3, 32, 1e-4, 448.0),
+        (round_fp4_index, e2m1, 32, 6 * 2.0**-126, 6.0),
+        (round_fp4_kv, e2m1, 16, 6 * 2.0**-9, 6.0),
+    ):
+        expected = []
+        for part in row.split(group):
+            scale = max(float(part.abs().max()), floor) / largest
+            scale = nearest_even(scale, e4m3) if group == 16 else 2.0 ** math.ceil(math.log2(scale))
+            expected += [nearest_even(value / scale, values) * scale for value in part.tolist()]
+        torch.testing.assert_close(function(row), torch.tensor(expected), rtol=1e-6, atol=0.0)
+
+
 @pytest.mark.parametrize("kind", ["plain", "yarn"])
 def test_rope(golden: dict[str, Tensor], kind: str) -> None:
     if kind == "plain":
@@ -140,6 +177,35 @@ def test_rope(golden: dict[str, Tensor], kind: str) -> None:
         torch.testing.assert_close(in_bf16, rope(heads.bfloat16(), rotation, inverse), rtol=0.0, atol=0.0)
         odd = torch.zeros(8, 97)[:, 1:].copy_(golden["rope.x"])  # an odd storage offset cannot be viewed as complex
         torch.testing.assert_close(rope_(odd, rotation, inverse), expected, rtol=0.0, atol=2e-3)
+
+
+def test_linear_and_llama3_frequencies() -> None:
+    plain = rope_frequencies(64, 500_000.0, None)
+    assert torch.equal(rope_frequencies(64, 500_000.0, RopeScaling("linear", 4.0, 8192)), plain / 4.0)
+    scaled = rope_frequencies(64, 500_000.0, RopeScaling("llama3", 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0))
+    for before, after in zip(plain.tolist(), scaled.tolist(), strict=True):
+        wavelength = 2 * math.pi / before
+        if wavelength < 8192 / 4.0:
+            expected = before
+        elif wavelength > 8192 / 1.0:
+            expected = before / 8.0
+        else:
+            smooth = (8192 / wavelength - 1.0) / (4.0 - 1.0)
+            expected = (1 - smooth) * before / 8.0 + smooth * before
+        assert after == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(ValueError, match="dynamic"):
+        rope_frequencies(64, 1e4, RopeScaling("dynamic", 2.0, 8192))
+
+
+def test_half_split_is_the_interleaved_rotation_of_permuted_channels() -> None:
+    x = torch.randn(5, 2, 20, generator=torch.Generator().manual_seed(0))
+    rotation = rope_rotation(torch.tensor([0, 1, 7, 100, 4095]), rope_frequencies(16, 10_000.0, None))
+    interleaved = torch.stack((x[..., :8], x[..., 8:16]), dim=-1).flatten(-2)
+    turned = rope(interleaved, rotation)
+    expected = torch.cat((turned[..., 0::2], turned[..., 1::2], x[..., 16:]), dim=-1)
+    torch.testing.assert_close(rope_half(x, rotation), expected)
+    twice = rope_rotation(torch.tensor([3]), rope_frequencies(16, 10_000.0, None), factor=2.0)
+    torch.testing.assert_close(twice.square().sum(-1), torch.full((1, 8), 4.0))
 
 
 def test_compressors(golden: dict[str, Tensor], meta: dict[str, Any]) -> None:

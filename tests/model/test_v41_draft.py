@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 from torch import Tensor
-from v41_paged import DictWeights, Sequence, Server
 
 from engine.core.errors import ConfigError
 from engine.core.specs import DSparkSpec, EngramSpec, RopeScaling, V41Spec
@@ -15,6 +14,7 @@ from engine.core.tensors import FP32, NORM, expected_tensors
 from engine.kernels.rounding import round_fp8
 from engine.model.base import DraftOutput, DraftRequest
 from engine.model.v41 import V41Model
+from tests.model.v41_paged import DictWeights, Sequence, Server
 
 SPEC = V41Spec(
     name="draft-test",

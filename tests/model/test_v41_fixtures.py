@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from v41_paged import ALL_CASES, FIXTURES, Case, DictWeights, Server, load_case
 
 from engine.core.errors import ConfigError
 from engine.model.v41 import V41Model
 from engine.model.v41.hashing import hash_constants
+from tests.model.v41_paged import ALL_CASES, FIXTURES, Case, DictWeights, Server, load_case
 
 
 @pytest.fixture(scope="module", params=ALL_CASES)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from v41_paged import Case, Sequence, Server, load_case
 
 from engine.core.cache_config import CacheConfig
 from engine.core.errors import ConfigError
+from tests.model.v41_paged import Case, Sequence, Server, load_case
 
 CASES = ("v41_csa2_plain", "v41_engram", "v41_ragged_greedy")
 TOLERANCE = 1e-4  # float32 sums in another order; a wrong row shows as 0.1 and more
