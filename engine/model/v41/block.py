@@ -30,7 +30,8 @@ def block(
     ``only_T``: tokens the caller wants the result of; ``attend`` sees all of them, and returns (and what follows is for) those alone.
     """
     iterations, eps, norm_eps = spec.hc_sinkhorn_iters, spec.hc_eps, spec.rms_norm_eps
-    out_TD = attend(rms_norm(mhc_collapse(pre_TS, streams_TSD), layer.attn_norm, norm_eps))
+    dtype = layer.in_proj.dtype  # the streams may be wider
+    out_TD = attend(rms_norm(mhc_collapse(pre_TS, streams_TSD), layer.attn_norm, norm_eps).to(dtype))
     if only_T is not None:
         streams_TSD = streams_TSD[only_T]
         token_kind_T = None if token_kind_T is None else token_kind_T[only_T]
@@ -38,7 +39,7 @@ def block(
     streams_TSD = mhc_expand(streams_TSD, out_TD, post_TS, comb_TSS)
     pre_TS = next_pre_TS
     next_pre_TS, post_TS, comb_TSS = mhc_mix(streams_TSD, layer.hc_ffn_fn, layer.hc_ffn_base, iterations, eps, norm_eps)
-    x_TD = rms_norm(mhc_collapse(pre_TS, streams_TSD), layer.ffn_norm, norm_eps)
+    x_TD = rms_norm(mhc_collapse(pre_TS, streams_TSD), layer.ffn_norm, norm_eps).to(dtype)
     streams_TSD = mhc_expand(streams_TSD, moe(x_TD, layer.moe, spec, token_kind_T), post_TS, comb_TSS)
     return streams_TSD, next_pre_TS
 
