@@ -98,15 +98,16 @@ class Peer:
         self.name = name
         # A file of its own, not -c: vLLM starts processes that import the main module again.
         self._folder = tempfile.TemporaryDirectory()
-        self._path = Path(self._folder.name) / f"{name}.py"
+        self._path = Path(self._folder.name) / f"peer_{name}.py"  # not the name of a module it imports
         self._path.write_text(_SERVE + source, encoding="utf-8")
+        self._log = (Path(self._folder.name) / "stderr").open("w+")
         self._process = subprocess.Popen(
             [python, str(self._path), model],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self._log,
             text=True,
-            env=_environment(),
+            env=_environment(python),
         )
         self._answer()
 
@@ -121,12 +122,15 @@ class Peer:
         for line in self._process.stdout:  # engines print banners too
             if line.startswith("RESULT "):
                 return float(line.split()[1])
-        raise RuntimeError(f"{self.name} ended with exit code {self._process.wait()} before it answered")
+        code = self._process.wait()
+        self._log.seek(0)
+        raise RuntimeError(f"{self.name} ended with exit code {code} before it answered: {self._log.read()[-2000:]}")
 
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(timeout=60)
+        self._log.close()
         self._folder.cleanup()
 
 
@@ -156,9 +160,10 @@ def run_twinfer(model: str, prompts: list[list[int]], new_tokens: int) -> float:
     return float(json.loads(done.stdout)["generate_s"])
 
 
-def _environment() -> dict[str, str]:
-    root = str(Path(__file__).parents[2])
-    return os.environ | {"PYTHONPATH": root, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_CPU_KVCACHE_SPACE": "1"}
+def _environment(python: str) -> dict[str, str]:
+    """The repository is on the path of our own Python alone: its names are common ones."""
+    path = {"PYTHONPATH": str(Path(__file__).parents[2])} if python == sys.executable else {}
+    return os.environ | path | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
 
 def prompts_of(case: Case, round_index: int) -> list[list[int]]:
