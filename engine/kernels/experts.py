@@ -61,11 +61,11 @@ def expert_gemm(x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, w13_EJD: Tenso
     The sum over a token's experts is taken in the order of ``ids_TK``, so it does not depend on the other tokens.
     """
     num_tokens, top_k = ids_TK.shape
-    flat_P = ids_TK.flatten()
-    order_P = flat_P.argsort(stable=True)
-    ends_E = torch.bincount(flat_P, minlength=w13_EJD.shape[0]).cumsum(0).to(torch.int32)
-    sorted_PD = x_TD.index_select(0, order_P // top_k)
-    gate_PI, up_PI = functional.grouped_mm(sorted_PD, w13_EJD.mT, offs=ends_E).chunk(2, dim=-1)
+    sorted_P, order_P = ids_TK.flatten().sort(stable=True)
+    experts_E = torch.arange(w13_EJD.shape[0], device=ids_TK.device)
+    ends_E = torch.searchsorted(sorted_P, experts_E, right=True, out_int32=True)  # bincount would wait for a GPU
+    x_PD = x_TD.index_select(0, order_P // top_k)
+    gate_PI, up_PI = functional.grouped_mm(x_PD, w13_EJD.mT, offs=ends_E).chunk(2, dim=-1)
     inner_PI = swiglu(gate_PI, up_PI, limit, weights_TK.flatten().index_select(0, order_P).unsqueeze(-1))
     out_PD = functional.grouped_mm(inner_PI, w2_EID, offs=ends_E)
     return out_PD.index_select(0, order_P.argsort()).view(num_tokens, top_k, x_TD.shape[1]).sum(1)

@@ -60,14 +60,17 @@ def index_scores(q_THI: Tensor, weights_TH: Tensor, keys_NI: Tensor, rows_BJ: Te
     rows_BJ int64: flat key row of every compressed position of a sequence. Positions a token must not see are not masked here.
     """
     _, num_heads, dim = q_THI.shape
+    on_cpu = q_THI.device.type == "cpu"
+    if on_cpu:  # small bfloat16 products are slow there, and bfloat16 scores tie, which leaves the top-k to the order of the batch
+        q_THI, weights_TH = q_THI.float(), weights_TH.float()
     num_groups, size = groups.sequences_G.shape[0], groups.size
     num_positions = rows_BJ.shape[1]
-    budget = _TILE_ELEMENTS_CPU if q_THI.device.type == "cpu" else _TILE_ELEMENTS_DEVICE
+    budget = _TILE_ELEMENTS_CPU if on_cpu else _TILE_ELEMENTS_DEVICE
     step = max(1, budget // max(1, num_positions * (dim + size * num_heads)))
     out = []
     for start in range(0, max(num_groups, 1), step):
         stop = min(start + step, num_groups)
-        keys_GJI = functional.embedding(rows_BJ[groups.sequences_G[start:stop]], keys_NI)
+        keys_GJI = functional.embedding(rows_BJ[groups.sequences_G[start:stop]], keys_NI).to(q_THI.dtype)
         if groups.tokens_GQ is None:
             q, weights = q_THI[start:stop], weights_TH[start:stop]
         else:

@@ -350,6 +350,9 @@ def test_too_many_tokens_and_no_draft_are_refused() -> None:
     sequences, _ = prefill(server)
     with pytest.raises(ConfigError, match="6 draft tokens"):
         server.model.draft(request(sequences, 6), server.cache)
+    closed = Server(server.model, max_draft=0)
+    with pytest.raises(ConfigError, match="max_draft_tokens 0"):
+        closed.model.draft(request(sequences, 1), closed.cache)
     without = V41Model(msgspec.structs.replace(SPEC, dspark=None), DictWeights(WEIGHTS), token_map=TOKEN_MAP)
     with pytest.raises(ConfigError, match="no draft"):
         without.draft(request(sequences, 1), without.new_cache(server.cache.config))

@@ -105,6 +105,8 @@ class V41Model:
         streams_TSD = self.embed(batch.token_ids_T)
         pre_TS = self.first_pre_S.expand(step.num_tokens, -1)
         run = Pass(self.spec, cache, step, self.builder, self.cache_rounding, capture)
+        # Without a draft budget nobody will ask for drafts, so their main rows are not kept.
+        drafts = self.draft_head if cache.config.max_draft_tokens else None
         features: list[Tensor] = []
         after_layer: list[Tensor] = []
         wants_streams = "streams.after_layer" in capture
@@ -115,7 +117,7 @@ class V41Model:
             if layer.engram is not None:
                 assert row_ids_TEC is not None
                 streams_TSD = self._engram(streams_TSD, row_ids_TEC, layer.layer, layer.engram, step)
-            if self.draft_head is not None and layer.layer in self.draft_head.target_layers:
+            if drafts is not None and layer.layer in drafts.target_layers:
                 features.append(streams_TSD.float().mean(1).to(self.dtype))
 
             only_T = rows_R if narrow and layer is self.layers[-1] else None
@@ -126,8 +128,8 @@ class V41Model:
             streams_TSD, pre_TS = block(streams_TSD, pre_TS, layer, self.spec, attend, step.token_kind_T, only_T)
             if wants_streams:
                 after_layer.append(streams_TSD)
-        if self.draft_head is not None:
-            self.draft_head.stage_main_rows(torch.cat(features, dim=-1), step, cache)
+        if drafts is not None:
+            drafts.stage_main_rows(torch.cat(features, dim=-1), step, cache)
         self._commit(batch, step, cache)
         if not narrow:
             streams_TSD, pre_TS = streams_TSD[rows_R], pre_TS[rows_R]
@@ -150,10 +152,12 @@ class V41Model:
         return functional.linear(hidden_RD.float(), self.head_VD)
 
     def draft(self, request: DraftRequest, cache: KVCache) -> DraftOutput:
-        """One DSpark round; see ``draft.DraftHead``. Raises ConfigError where the model has no draft."""
+        """One DSpark round; see ``draft.DraftHead``. Raises ConfigError where the model or the cache has no draft."""
         if self.draft_head is None:
             raise ConfigError(f"{self.spec.name} has no draft layers")
         assert isinstance(cache, V41Cache)
+        if cache.config.max_draft_tokens == 0:
+            raise ConfigError(f"{self.spec.name}: the cache was made with max_draft_tokens 0, so it keeps no rows for the draft")
         return self.draft_head.draft(request, cache)
 
     @component("engram.fetch")
