@@ -37,7 +37,7 @@ class Plan:
     work: str
     seed: int = 1
     backbone_s: float = 2160.0
-    draft_s: float = 660.0
+    draft_s: float = 720.0
     ranks: int = 2
     sequences: int = 6
     length: int = 256
@@ -47,7 +47,7 @@ class Plan:
     index_rows: int = 24
     index_weight: float = 0.3
     draft_sequences: int = 4
-    draft_anchors: int = 48
+    draft_anchors: int = 64
     rates: Rates = field(default_factory=Rates)
 
 
