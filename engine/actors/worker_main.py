@@ -129,8 +129,9 @@ def serve(channel: _Channel, build: RunnerFactory) -> int:
         return EXIT_ORPHANED
     except Exception as error:
         text = "".join(traceback.format_exception(error))[-MAX_TRACEBACK_CHARS:]
-        sys.stderr.write(text)
         fault: Literal["config", "internal"] = "config" if isinstance(error, ConfigError) else "internal"
+        if fault == "internal":  # the operator's mistakes are one line at the parent, and where they were found is no help
+            sys.stderr.write(text)
         message = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
         with contextlib.suppress(ChannelClosedError):
             channel.send(Failed(fault=fault, during=during, message=message, traceback=text))
