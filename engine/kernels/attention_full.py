@@ -8,6 +8,7 @@ A step is planned once (``plan_attention``) and run per layer (``attend``). Sequ
 they attend *units*, the pool's blocks: where the units in use lie close together the products run over that range of the pool
 in place, because copying KV together costs as much memory traffic as attending it. The others, *chunks*, run one by one: the
 new tokens among themselves from the packed keys, and all of the past without a mask, merged by their log-sum-exp.
+On CPUs with a C compiler decode steps in bfloat16 take ``decode_cpu`` instead, to which this module is the reference.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-_FEW_UNITS = 8  # up to here CPU decode runs fused: fewer operations outweigh its slower inner product
-
 
 @dataclass(frozen=True, slots=True)
 class DecodePart:
@@ -28,7 +27,7 @@ class DecodePart:
     ``units`` is a range (first, count) of the pool, or the block ids to gather. Unit u belongs to sequence ``owner_U[u]`` as its
     ``entry_U[u]``-th block; ``unit_BM`` is the inverse, of no meaning where ``valid_BM1`` is 0, and None where unit b * M + m is
     entry m of sequence b. ``mask_B1MP`` float32 is 0 for visible
-    positions, else -inf; ``unit_mask_U11P`` the same per unit in the model's dtype, only for the fused path.
+    positions, else -inf.
     """
 
     rows_B: Tensor | None
@@ -38,7 +37,6 @@ class DecodePart:
     unit_BM: Tensor | None
     valid_BM1: Tensor | None
     mask_B1MP: Tensor
-    unit_mask_U11P: Tensor | None
     scores_BHMP: Tensor  # scratch, shared by the layers
 
 
@@ -122,10 +120,6 @@ def _plan_decode(
         valid_BM1 = None if bool(valid_BM.all()) else valid_BM.unsqueeze(2).to(dtype)
     unit_BM = unit_BM.reshape(-1)
     in_order = unit_range is None or (valid_BM1 is None and bool((unit_BM == torch.arange(num_units, device=device)).all()))
-    unit_mask_U11P = None
-    # The fused path gives each unit a softmax of its own, so it wants no unit without a visible position.
-    if on_cpu and num_sequences == 1 and num_units <= _FEW_UNITS and num_units == int(valid_BM.sum()):
-        unit_mask_U11P = mask_B1MP[0, 0, entry_U].to(dtype).view(num_units, 1, 1, block_size)
     return DecodePart(
         rows_B=rows_B,
         units=units,
@@ -134,7 +128,6 @@ def _plan_decode(
         unit_BM=None if in_order else unit_BM,
         valid_BM1=valid_BM1,
         mask_B1MP=mask_B1MP,
-        unit_mask_U11P=unit_mask_U11P,
         scores_BHMP=torch.empty((num_sequences, num_heads, columns, block_size), device=device),
     )
 
@@ -175,8 +168,6 @@ def _decode(q_BHd: Tensor, kv_2NJPd: Tensor, part: DecodePart) -> Tensor:
     else:
         kv_2UJPd = kv_2NJPd.index_select(1, part.units)
     num_units = kv_2UJPd.shape[1]
-    if part.unit_mask_U11P is not None:
-        return _decode_fused(q_BHd.reshape(1, num_kv_heads, groups, head_dim), kv_2UJPd, part.unit_mask_U11P)
     keys, values = kv_2UJPd.view(2, num_units * num_kv_heads, block_size, head_dim)
     if num_sequences == 1:
         q_UHd = q_BHd.expand(num_units, num_heads, head_dim)
@@ -202,15 +193,6 @@ def _decode(q_BHd: Tensor, kv_2NJPd: Tensor, part: DecodePart) -> Tensor:
     if out_BMD.shape[1] == 2:
         return out_BMD[:, 0] + out_BMD[:, 1]  # a reduction over two has a higher price
     return out_BMD.sum(1)
-
-
-def _decode_fused(q_1JGd: Tensor, kv_2UJPd: Tensor, mask_U11P: Tensor) -> Tensor:
-    """One sequence: a fused attention per unit, in which the query heads of a key/value head stand as its query tokens."""
-    num_units = kv_2UJPd.shape[1]
-    out_UJGd, lse_UJG = _flash(q_1JGd.expand(num_units, -1, -1, -1), kv_2UJPd[0], kv_2UJPd[1], mask=mask_U11P)
-    if num_units == 1:
-        return out_UJGd
-    return (lse_UJG.softmax(0).unsqueeze(-1) * out_UJGd).sum(0).to(q_1JGd.dtype)
 
 
 def _chunk(q_THd: Tensor, k_TJd: Tensor, v_TJd: Tensor, kv_2NJPd: Tensor, chunk: Chunk) -> Tensor:
@@ -251,7 +233,7 @@ def _chunk_generic(q_THd: Tensor, k_TJd: Tensor, v_TJd: Tensor, past_2KJd: Tenso
     return out[0].transpose(0, 1)
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _flash(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> tuple[Tensor, Tensor]:
     """torch's fused CPU attention on [batch, heads, tokens, d], with the log-sum-exp of the scaled scores [batch, heads, tokens]."""
-    result: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask)
+    result: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
     return result

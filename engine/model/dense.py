@@ -11,41 +11,24 @@ from torch.nn import functional
 from engine.core.cache_config import CacheConfig
 from engine.core.errors import ConfigError, InvariantError
 from engine.core.specs import DenseSpec
-from engine.kernels.attention_full import attend, plan_attention
+from engine.kernels import decode_cpu
+from engine.kernels.attention_full import AttentionPlan, attend, plan_attention
 from engine.kernels.rope import rope_frequencies, rope_rotation
 from engine.model.base import DraftOutput, DraftRequest, ForwardOutput, KVCache, WeightSource
 from engine.model.batch import ForwardBatch
 from engine.model.dense_cache import DenseCache
 from engine.model.dense_linear import Linear
 
-_FEW_ROWS = 4  # up to here RMSNorm costs its number of operations, not their arithmetic
-
-
-@dataclass(frozen=True, slots=True)
-class _Norm:
-    """RMSNorm over the last dimension. ``gains_2D`` (gain, gain) and ``signs_21`` (1, -1) are for the few-rows path."""
-
-    gain_D: Tensor
-    gains_2D: Tensor
-    signs_21: Tensor
-    eps: float
-
-    def __call__(self, x_TD: Tensor) -> Tensor:
-        size = self.gain_D.shape[0]
-        if x_TD.dtype == torch.bfloat16 and x_TD.device.type == "cpu" and x_TD.shape[0] <= _FEW_ROWS:
-            # (x, -x) has mean zero and the variance mean(x^2): the fused layer norm of it is the RMSNorm of x, in float32 inside
-            # and rounded once. torch has no fused RMSNorm on CPUs; this takes half the time of its composite.
-            return torch.layer_norm(x_TD.unsqueeze(1) * self.signs_21, (2, size), self.gains_2D, None, self.eps).select(1, 0)
-        return functional.rms_norm(x_TD, (size,), self.gain_D, self.eps)
+_FEW_ROWS = 64  # up to here the compiled row kernels, which use one core, beat torch's, which wake all of them
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    attention_norm: _Norm
+    attention_norm_D: Tensor
     qkv: Linear  # q, k, v stacked; q and k rows of a head in pair order, see _pair_order
     qk_gain_Hd: Tensor | None  # Qwen3: per-head gains of q (H times) and k (J times)
     output: Linear
-    mlp_norm: _Norm
+    mlp_norm_D: Tensor
     gate_up: Linear
     down: Linear
 
@@ -63,11 +46,12 @@ class DenseModel:
         load = _Loader(weights, dtype, self.device)
         self._embed_VD = load.get("model.embed_tokens.weight")
         self._layers = [_load_layer(load, spec, layer) for layer in range(spec.num_layers)]
-        self._norm = load.norm("model.norm.weight", spec.rms_norm_eps)
+        self._norm_D = load.get("model.norm.weight")
         self._head = Linear(self._embed_VD if spec.tie_word_embeddings else load.get("lm_head.weight"))
-        self._frequency_Q = rope_frequencies(spec.head_dim, spec.rope_theta, spec.rope_scaling).to(self.device)
+        self.frequency_Q = rope_frequencies(spec.head_dim, spec.rope_theta, spec.rope_scaling).to(self.device)
         self._num_bytes = load.num_bytes
-        self._rope_factor = spec.rope_scaling.attention_factor if spec.rope_scaling else 1.0
+        self._native = _native(spec, dtype, self.device)
+        self.rope_factor = spec.rope_scaling.attention_factor if spec.rope_scaling else 1.0
 
     def new_cache(self, config: CacheConfig) -> DenseCache:
         return DenseCache(self.spec, config, dtype=self.dtype, device=self.device)
@@ -84,40 +68,76 @@ class DenseModel:
         """Logits of the wanted rows. ``capture`` may name "hidden": the normed hidden states of these rows [R, D]."""
         if not isinstance(cache, DenseCache):
             raise InvariantError(f"a DenseModel was given a {type(cache).__name__}")
-        spec = self.spec
-        plan = plan_attention(
+        num_tokens, num_rows = batch.token_ids_T.shape[0], batch.logit_rows_R.shape[0]
+        some_rows = num_rows < num_tokens
+        few = num_tokens <= _FEW_ROWS
+        attention = _Attention(self, batch, cache, self._native if batch.decode_only else None)
+        x_TD = functional.embedding(batch.token_ids_T, self._embed_VD)
+        for index, layer in enumerate(self._layers):
+            attended_TD = attention(index, layer, layer.qkv(self._normed(x_TD, layer.attention_norm_D, few)))
+            if some_rows and index == len(self._layers) - 1:  # what follows acts on rows alone, and nobody reads the others
+                attended_TD, x_TD = attended_TD[batch.logit_rows_R], x_TD[batch.logit_rows_R]
+            x_TD = layer.output.plus(attended_TD, x_TD)
+            x_TD = layer.down.plus(self._gated(layer.gate_up(self._normed(x_TD, layer.mlp_norm_D, few)), few), x_TD)
+        hidden_RD = self._normed(x_TD if some_rows else x_TD[batch.logit_rows_R], self._norm_D, few)
+        captures = {"hidden": hidden_RD} if "hidden" in capture else None
+        return ForwardOutput(self._head(hidden_RD).float(), captures=captures)
+
+    def _normed(self, x_TD: Tensor, gain_D: Tensor, few: bool) -> Tensor:
+        if few and self._native is not None:
+            return self._native.rms_norm(x_TD, gain_D, self.spec.rms_norm_eps)
+        return functional.rms_norm(x_TD, gain_D.shape, gain_D, self.spec.rms_norm_eps)
+
+    def _gated(self, gate_up_TF: Tensor, few: bool) -> Tensor:
+        if few and self._native is not None:
+            return self._native.silu_mul(gate_up_TF)
+        gate_TF, up_TF = gate_up_TF.chunk(2, 1)
+        return functional.silu(gate_TF).mul_(up_TF)
+
+
+def _native(spec: DenseSpec, dtype: torch.dtype, device: torch.device) -> decode_cpu.DecodeKernels | None:
+    if device.type != "cpu" or dtype != torch.bfloat16 or spec.hidden_size % 16 or spec.intermediate_size % 16:
+        return None
+    return decode_cpu.load(spec.head_dim, spec.num_heads // spec.num_kv_heads)
+
+
+class _Attention:
+    """A step's attention with all that its layers share, from the stacked projections [T, (H + 2J) * d] to outputs [T, H * d]."""
+
+    def __init__(self, model: DenseModel, batch: ForwardBatch, cache: DenseCache, native: decode_cpu.DecodeKernels | None) -> None:
+        spec = model.spec
+        self._spec, self._cache, self._batch = spec, cache, batch
+        self._native = native if native is not None and decode_cpu.fits_block(cache.config.block_size) else None
+        self._rotation_TQ2 = rope_rotation(batch.positions_T, model.frequency_Q, model.rope_factor)
+        self._plan: AttentionPlan | None = None
+        if self._native is not None:
+            self._table_BM = batch.block_table_BM.contiguous()
+            return
+        self._plan = plan_attention(
             batch.query_starts_B1,
             batch.context_lens_B,
             batch.block_table_BM,
             block_size=cache.config.block_size,
             num_heads=spec.num_heads,
             decode_only=batch.decode_only,
-            dtype=self.dtype,
+            dtype=model.dtype,
         )
-        write_rows = cache.write_rows(batch.kv_rows_T)
-        turn_T1Q = torch.view_as_complex(rope_rotation(batch.positions_T, self._frequency_Q, self._rope_factor)).unsqueeze(1)
-        num_tokens = batch.token_ids_T.shape[0]
-        some_rows = batch.logit_rows_R.shape[0] < num_tokens
-        x_TD = functional.embedding(batch.token_ids_T, self._embed_VD)
-        last = len(self._layers) - 1
-        for index, layer in enumerate(self._layers):
-            qkv_THd = layer.qkv(layer.attention_norm(x_TD)).view(num_tokens, -1, spec.head_dim)
-            qk_THd = qkv_THd.narrow(1, 0, spec.num_heads + spec.num_kv_heads)
-            _normalise_and_rotate_(qk_THd, layer.qk_gain_Hd, spec.rms_norm_eps, turn_T1Q)
-            cache.write(index, write_rows, qkv_THd.narrow(1, spec.num_heads, 2 * spec.num_kv_heads))
-            if index == last and batch.logit_rows_R.shape[0] == 0:
-                break
-            attended_TD = attend(qkv_THd, cache.layer(index), plan, spec.num_heads)
-            if index == last and some_rows:  # what follows acts on rows alone, and nobody reads the others
-                attended_TD, x_TD = attended_TD[batch.logit_rows_R], x_TD[batch.logit_rows_R]
-            x_TD = layer.output.plus(attended_TD, x_TD)
-            gate_TF, up_TF = layer.gate_up(layer.mlp_norm(x_TD)).chunk(2, 1)
-            x_TD = layer.down.plus(functional.silu(gate_TF).mul_(up_TF), x_TD)
-        if batch.logit_rows_R.shape[0] == 0:
-            return ForwardOutput(torch.empty((0, spec.vocab_size), device=self.device))
-        hidden_RD = self._norm(x_TD if some_rows else x_TD[batch.logit_rows_R] if num_tokens > 1 else x_TD)
-        captures = {"hidden": hidden_RD} if "hidden" in capture else None
-        return ForwardOutput(self._head(hidden_RD).float(), captures=captures)
+        self._write_rows = cache.write_rows(batch.kv_rows_T)
+        self._turn_T1Q = torch.view_as_complex(self._rotation_TQ2).unsqueeze(1)
+
+    def __call__(self, index: int, layer: _Layer, qkv_TC: Tensor) -> Tensor:
+        spec = self._spec
+        if self._plan is None:
+            assert self._native is not None
+            pool_2NJPd, context_B = self._cache.layer(index), self._batch.context_lens_B
+            return self._native.decode(
+                qkv_TC, pool_2NJPd, self._table_BM, context_B, self._rotation_TQ2, layer.qk_gain_Hd, spec.rms_norm_eps
+            )
+        qkv_THd = qkv_TC.view(qkv_TC.shape[0], -1, spec.head_dim)
+        qk_THd = qkv_THd.narrow(1, 0, spec.num_heads + spec.num_kv_heads)
+        _normalise_and_rotate_(qk_THd, layer.qk_gain_Hd, spec.rms_norm_eps, self._turn_T1Q)
+        self._cache.write(index, self._write_rows, qkv_THd.narrow(1, spec.num_heads, 2 * spec.num_kv_heads))
+        return attend(qkv_THd, self._cache.layer(index), self._plan, spec.num_heads)
 
 
 class _Loader:
@@ -129,10 +149,6 @@ class _Loader:
         tensor = self._weights.get(name).to(self._device, self._dtype)
         self.num_bytes += tensor.numel() * tensor.element_size()
         return tensor
-
-    def norm(self, name: str, eps: float) -> _Norm:
-        gain = self.get(name)
-        return _Norm(gain, torch.stack((gain, gain)), torch.tensor([[1.0], [-1.0]], dtype=self._dtype, device=self._device), eps)
 
     def stacked(self, prefix: str, names: tuple[str, ...], biased: bool, orders: dict[str, Tensor]) -> Linear:
         """One Linear of several that share their input; ``orders`` permutes the rows of some."""
@@ -156,11 +172,11 @@ def _load_layer(load: _Loader, spec: DenseSpec, index: int) -> _Layer:
         qk_gain_Hd = torch.cat((q_gain.expand(spec.num_heads, -1), k_gain.expand(spec.num_kv_heads, -1)))
     orders = {"q_proj": _pair_order(spec.head_dim, spec.num_heads), "k_proj": _pair_order(spec.head_dim, spec.num_kv_heads)}
     return _Layer(
-        attention_norm=load.norm(f"{prefix}.input_layernorm.weight", spec.rms_norm_eps),
+        attention_norm_D=load.get(f"{prefix}.input_layernorm.weight"),
         qkv=load.stacked(f"{prefix}.self_attn", ("q_proj", "k_proj", "v_proj"), spec.attention_bias, orders),
         qk_gain_Hd=qk_gain_Hd,
         output=load.stacked(f"{prefix}.self_attn", ("o_proj",), spec.output_bias, {}),
-        mlp_norm=load.norm(f"{prefix}.post_attention_layernorm.weight", spec.rms_norm_eps),
+        mlp_norm_D=load.get(f"{prefix}.post_attention_layernorm.weight"),
         gate_up=load.stacked(f"{prefix}.mlp", ("gate_proj", "up_proj"), spec.mlp_bias, {}),
         down=load.stacked(f"{prefix}.mlp", ("down_proj",), spec.mlp_bias, {}),
     )

@@ -1,0 +1,136 @@
+"""Loads decode_cpu.c: compiled once per machine and head shape, in about a second, where a C compiler is found.
+
+``load`` returns None where there is none, and the callers' torch paths take over: nothing but speed depends on it. Set
+TWINFER_NATIVE=0 to switch it off.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_SOURCE = Path(__file__).with_suffix(".c")
+_MAX_BLOCK = 1024  # MAX_BLOCK of the source
+_COMPILE_TIMEOUT_S = 60.0
+# NaN must stay visible (the sampler looks for it), hence the exception to fast-math.
+_FLAGS = ("-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-fPIC")
+
+
+class DecodeKernels:
+    """The compiled functions on bfloat16 CPU tensors; all contiguous, sizes multiples of 16. Outputs are new tensors."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        pointer, integer, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+        self._rms_norm, self._silu_mul, self._decode = library.rms_norm, library.silu_mul, library.decode
+        self._rms_norm.argtypes = [pointer, pointer, pointer, integer, integer, real]
+        self._silu_mul.argtypes = [pointer, pointer, integer, integer]
+        self._decode.argtypes = [pointer] * 7 + [integer] * 5 + [real, integer]
+        for function in (self._rms_norm, self._silu_mul, self._decode):
+            function.restype = None
+
+    def rms_norm(self, x_TD: Tensor, gain_D: Tensor, eps: float) -> Tensor:
+        out_TD = torch.empty_like(x_TD)
+        rows, size = x_TD.shape
+        self._rms_norm(out_TD.data_ptr(), x_TD.data_ptr(), gain_D.data_ptr(), rows, size, eps)
+        return out_TD
+
+    def silu_mul(self, gate_up_TF: Tensor) -> Tensor:
+        """silu(gate) * up of stacked [T, 2F], giving [T, F]."""
+        rows, size = gate_up_TF.shape
+        out_TF = gate_up_TF.new_empty((rows, size // 2))
+        self._silu_mul(out_TF.data_ptr(), gate_up_TF.data_ptr(), rows, size // 2)
+        return out_TF
+
+    def decode(
+        self, qkv_BC: Tensor, kv_2NJPd: Tensor, table_BM: Tensor, context_B: Tensor, turn_BQ2: Tensor, gain_Hd: Tensor | None, eps: float
+    ) -> Tensor:
+        """One new token per sequence: (per-head norm and) rotation of ``qkv_BC`` [B, (H + 2J) * d] in pair order, its key and value
+        into the pool at position context - 1, and attention [B, H * d] over the ``context_B`` tokens then present."""
+        _, num_blocks, num_kv_heads, block_size, head_dim = kv_2NJPd.shape
+        sequences, width = qkv_BC.shape
+        out_BD = qkv_BC.new_empty((sequences, width - 2 * num_kv_heads * head_dim))
+        self._decode(
+            out_BD.data_ptr(),
+            qkv_BC.data_ptr(),
+            kv_2NJPd.data_ptr(),
+            table_BM.data_ptr(),
+            context_B.data_ptr(),
+            turn_BQ2.data_ptr(),
+            None if gain_Hd is None else gain_Hd.data_ptr(),
+            sequences,
+            num_kv_heads,
+            num_blocks,
+            block_size,
+            table_BM.shape[1],
+            eps,
+            torch.get_num_threads(),
+        )
+        return out_BD
+
+
+def load(head_dim: int, groups: int) -> DecodeKernels | None:
+    """The kernels for one head shape, None where they cannot be had: no compiler, no such shape, switched off."""
+    if head_dim % 16 or not 16 <= head_dim <= 256 or groups > 16 or os.environ.get("TWINFER_NATIVE") == "0":
+        return None
+    return _load(head_dim, groups)
+
+
+def fits_block(block_size: int) -> bool:
+    return block_size <= _MAX_BLOCK
+
+
+@cache
+def _load(head_dim: int, groups: int) -> DecodeKernels | None:
+    compiler = shutil.which("gcc") or shutil.which("cc") or shutil.which("clang")
+    if compiler is None or not _SOURCE.is_file():
+        return None
+    openmp = _torch_openmp()
+    flags = (*_FLAGS, f"-DHEAD_DIM={head_dim}", f"-DGROUPS={groups}", *(("-fopenmp",) if openmp else ()))
+    try:
+        path = _compiled(compiler, flags)
+        if openmp is not None:
+            ctypes.CDLL(openmp, mode=ctypes.RTLD_GLOBAL)
+        return DecodeKernels(ctypes.CDLL(str(path)))
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _torch_openmp() -> str | None:
+    """The GNU OpenMP runtime torch has loaded. Our code must run on the same one: two thread pools would fight over the cores."""
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return None
+    paths = set(re.findall(r"/\S*libgomp[^/\s]*\.so\S*", maps))
+    return paths.pop() if len(paths) == 1 else None
+
+
+def _compiled(compiler: str, flags: tuple[str, ...]) -> Path:
+    """The shared object of this source, these flags and this processor, from the cache folder or made now."""
+    cpu = re.search(r"^flags\s*:.*$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    key = hashlib.sha256("\0".join((_SOURCE.read_text(), compiler, *flags, cpu.group() if cpu else "")).encode()).hexdigest()[:24]
+    folder = Path(os.environ.get("TWINFER_CACHE") or Path.home() / ".cache" / "twinfer") / "native"
+    target = folder / f"decode_cpu-{key}.so"
+    if target.is_file():
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        unit, library = Path(scratch) / "unit.o", Path(scratch) / "library.so"
+        for command in (
+            [compiler, *flags, "-c", str(_SOURCE), "-o", str(unit)],
+            [compiler, "-shared", str(unit), "-o", str(library), "-lm"],
+        ):
+            # Linked without -fopenmp on purpose: the OpenMP symbols are torch's, see _torch_openmp.
+            subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_TIMEOUT_S)
+        library.rename(target)
+    return target
