@@ -1,7 +1,8 @@
 /* The small steps of a dense decode in bfloat16 on a CPU, where their number, not their arithmetic, is the cost: RMSNorm, SiLU
  * gate, and rotation + cache write + paged attention in one pass. Legend and meaning: attention_full.py, whose torch functions
  * are the reference. Sums and exponentials are float32. Compiled on demand with HEAD_DIM and GROUPS (query heads per key/value
- * head) fixed, so that accumulators stay in registers; GCC/Clang vector types, no instruction set of its own. */
+ * head) fixed, so that accumulators stay in registers; GCC/Clang vector types, no instruction set of its own. Not for -ffast-math: vexp
+ * rounds by adding a large number, which reassociation would undo. */
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -37,7 +38,7 @@ static inline f16 splat(float x) { return x - (f16){0}; }
 
 static inline f16 choose(u16x32 mask, f16 yes, f16 no) { return (f16)((mask & (u16x32)yes) | (~mask & (u16x32)no)); }
 
-/* exp to 2 ulp: x = n ln 2 + r, a polynomial in r, n into the exponent. Arguments are clamped to +-87; NaN stays NaN. */
+/* exp to a few ulp: x = n ln 2 + r, a polynomial in r, n into the exponent. Arguments are clamped to +-87; NaN stays NaN. */
 static inline f16 vexp(f16 x) {
     x = choose((u16x32)(x < -87.0f), splat(-87.0f), x);
     x = choose((u16x32)(x > 87.0f), splat(87.0f), x);
@@ -81,9 +82,9 @@ static void turned(float *out, const uint16_t *x, const uint16_t *gain, const fl
     float v[HEAD_DIM];
     for (int i = 0; i < HEAD_DIM; i += LANES) *(f16 *)(v + i) = load(x + i);
     if (gain) {
-        float squares = 0;
-        for (int i = 0; i < HEAD_DIM; i++) squares += v[i] * v[i];
-        float scale = 1.0f / sqrtf(squares / HEAD_DIM + eps);
+        f16 squares = {0};
+        for (int i = 0; i < HEAD_DIM; i += LANES) squares += *(f16 *)(v + i) * *(f16 *)(v + i);
+        float scale = 1.0f / sqrtf(sum(squares) / HEAD_DIM + eps);
         uint16_t rounded[HEAD_DIM];
         for (int i = 0; i < HEAD_DIM; i += LANES) {
             store(rounded + i, *(f16 *)(v + i) * splat(scale) * load(gain + i));
@@ -117,9 +118,14 @@ static void attend(uint16_t *out, f16 q[GROUPS][VECTORS], const uint16_t *keys, 
             }
         }
         for (int g = 0; g < GROUPS; g++) {
-            float highest = top[g];
-            for (int64_t p = 0; p < n; p++) highest = score[g][p] > highest ? score[g][p] : highest;
             for (int64_t p = n; p % LANES; p++) score[g][p] = -INFINITY; /* e^-87 in the sum: nothing */
+            f16 high = splat(top[g]);
+            for (int64_t p = 0; p < n; p += LANES) {
+                f16 some = *(f16 *)(score[g] + p);
+                high = choose((u16x32)(some > high), some, high);
+            }
+            float highest = high[0];
+            for (int i = 1; i < LANES; i++) highest = high[i] > highest ? high[i] : highest;
             f16 fade = vexp(splat(top[g] - highest)), mass = {0};
             for (int64_t p = 0; p < n; p += LANES) {
                 f16 weight = vexp(*(f16 *)(score[g] + p) - highest);
