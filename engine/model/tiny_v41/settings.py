@@ -12,7 +12,7 @@ from engine.model.tiny_v41.tokenizer import IMAGE, NOISE
 ENGRAM_LAYERS = (1, 3)
 ENGRAM_ORDERS = (2, 3, 4)
 ENGRAM_HEADS = 4
-ENGRAM_START = 2000
+ENGRAM_START = 2001  # neither 2000 nor 2001 is a prime, so it does not matter whether the search includes its start
 TRAINED_POSITIONS = 256
 
 
