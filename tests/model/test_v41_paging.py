@@ -193,6 +193,24 @@ def test_a_prompt_longer_than_the_ring_in_one_step_then_decode(case: Case) -> No
     close(run_to_end(server, sequence, 1), expected_rows(case)[cut:])
 
 
+def test_ring_writes_never_collide(case: Case) -> None:
+    """Where a chunk is longer than a ring only its last rows go there: writing a row twice in one scatter has no defined winner."""
+    server = Server(case.model, max_draft=2)
+    long, short = server.start(prompt_of(case)), server.start(prompt_of(case))
+    server.step([(short, 5)])
+    step = case.model.builder.build(server.batch([(long, 90), (short, 3)]), server.cache)
+    for rows, dump, ring in (
+        (step.ring_rows_T, server.cache.dump_row, server.cache.ring_rows),
+        (step.pair_ring_rows_T, server.cache.pair_dump_row, server.cache.pair_ring_rows),
+    ):
+        assert rows is not None
+        kept = rows[rows != dump]
+        assert kept.numel() == kept.unique().numel() == min(90, ring) + 3
+    for ratio in step.ratios.values():
+        kept = ratio.write_rows_T[ratio.write_rows_T < ratio.zero_row]
+        assert kept.numel() == kept.unique().numel()
+
+
 def test_cache_rounding_survives_chunking() -> None:
     """Rounded rows are cached as rounded: chunked and whole differ by rare flips only, like two whole runs with noise would."""
     case = load_case("v41_csa2_cacheround")

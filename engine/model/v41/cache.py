@@ -147,13 +147,15 @@ class V41Cache:
         self._pair_rings()[:, slot] = self._host_state.pairs_HLGU[host_state].to(self.device)
 
     def load_tails(self, tails: list[int], slots: list[int], positions: list[int]) -> None:
-        """Rows of positions [position - W, position) from the tail into the slot's ring; those below 0 go to the dump row."""
+        """Rows of positions [position - W, position) from the tail into the slot's ring.
+
+        Those below 0 land on ring rows of later positions, which the sequence writes before it reads them.
+        """
         if not tails:
             return
         steps_W = torch.arange(self.window, device=self.device)
         positions_AW = self._index(positions).unsqueeze(-1) - self.window + steps_W
         ring_AW = self._index(slots).unsqueeze(-1) * self.ring_rows + positions_AW % self.ring_rows
-        ring_AW = torch.where(positions_AW >= 0, ring_AW, self.dump_row)
         self._copy_rows(self._tail_rows(self._index(tails)).flatten(), ring_AW.flatten())
 
     @component("kv_write")
