@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USAGE
     logging.basicConfig(level=level.upper(), stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
     try:
-        return int(arguments.run(arguments))
+        return _run(arguments)
     except KeyboardInterrupt:
         print("twinfer: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -51,6 +51,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output has gone; without this Python complains again while it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAULT
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    try:
+        return int(arguments.run(arguments))
+    except BaseExceptionGroup as group:
+        # Several tasks that ended for one reason are one error to a person; a group without one of ours is a fault to be seen whole.
+        ours = group.subgroup((TwinferError, KeyboardInterrupt))
+        if ours is None:
+            raise
+        raise _leaves(ours)[0] from None
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
+    leaves: list[BaseException] = []
+    for error in group.exceptions:
+        leaves += _leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
+    return leaves
 
 
 def _report(arguments: argparse.Namespace, error: TwinferError, code: int) -> int:

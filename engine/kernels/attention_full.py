@@ -119,7 +119,8 @@ def _plan_decode(
         entry_U[unit_BM[sequence_v, entry_v]] = entry_v
         valid_BM1 = None if bool(valid_BM.all()) else valid_BM.unsqueeze(2).to(dtype)
     unit_BM = unit_BM.reshape(-1)
-    in_order = unit_range is None or (valid_BM1 is None and bool((unit_BM == torch.arange(num_units, device=device)).all()))
+    # A range may hold blocks of nobody here (a sequence that has ended), so its length need not be the table's.
+    in_order = unit_range is None or (valid_BM1 is None and torch.equal(unit_BM, torch.arange(num_units, device=device)))
     return DecodePart(
         rows_B=rows_B,
         units=units,

@@ -6,15 +6,19 @@ rows), w2 [E, I, D] (already transposed: both products read it as it lies).
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from engine.kernels.timing import component
 
-# Multiply-adds of "every expert for every token" up to which it beats sort + grouped GEMM + unsort. Measured on a 2-core x86 CPU
-# (E 8..64, I 24..256, D 64..512); bfloat16's higher arithmetic rate moves the crossing up. Also right on a GPU, where it is small.
-_DENSE_MACS = {torch.float32: 2_500_000, torch.bfloat16: 25_000_000}
+# Where the three forms cross, measured on a 2-core x86 CPU (E 8..64, I 24..256, D 64..512, torch 2.13). Weights are counted in elements of
+# w13 and w2 together. bfloat16's higher arithmetic rate, and the costs of its small products, move the crossings up.
+_SINGLE_WEIGHTS = 4_000_000  # of the chosen experts: copying more costs more than the sort it saves
+_DENSE_WEIGHTS = {torch.float32: 1_000_000, torch.bfloat16: 4_000_000}  # of all experts: they are all read
+_DENSE_MACS = {torch.float32: 5_000_000, torch.bfloat16: 60_000_000}
 
 
 def swiglu(gate: Tensor, up: Tensor, limit: float, weight: Tensor | None = None) -> Tensor:
@@ -29,12 +33,28 @@ def gated_ffn(x_TD: Tensor, w13_JD: Tensor, w2_ID: Tensor, limit: float) -> Tens
     return swiglu(gate_TI, up_TI, limit) @ w2_ID
 
 
-def prefers_dense(num_tokens: int, w2_EID: Tensor) -> bool:
-    """True where computing every expert for every token is faster, or where the grouped product cannot take the shapes."""
+def expert_form(num_tokens: int, experts_per_token: int, w2_EID: Tensor) -> Literal["single", "dense", "grouped"]:
+    """The fastest way to compute these experts: one token's own, every expert for every token, or grouped by expert."""
+    per_expert = 3 * w2_EID.shape[1] * w2_EID.shape[2]
+    if num_tokens == 1 and experts_per_token * per_expert <= _SINGLE_WEIGHTS:
+        return "single"
     row_bytes = (w2_EID.shape[-1] * w2_EID.element_size(), w2_EID.shape[-2] * w2_EID.element_size())
     if any(size % 16 for size in row_bytes):  # grouped_mm needs 16-byte rows
-        return True
-    return num_tokens * 3 * w2_EID.numel() <= _DENSE_MACS.get(w2_EID.dtype, 0)
+        return "dense"
+    total = w2_EID.shape[0] * per_expert
+    small = total <= _DENSE_WEIGHTS.get(w2_EID.dtype, 0) and num_tokens * total <= _DENSE_MACS.get(w2_EID.dtype, 0)
+    return "dense" if small else "grouped"
+
+
+@component("expert_gemm")
+def expert_gemm_single(x_1D: Tensor, weights_K: Tensor, ids_K: Tensor, w13_EJD: Tensor, w2_EID: Tensor, limit: float) -> Tensor:
+    """The experts of one token as two matrix-vector products over their gathered weights. Returns [1, D]."""
+    hidden = x_1D.shape[1]
+    num_chosen = ids_K.shape[0]
+    both_KJ = functional.linear(x_1D, w13_EJD.index_select(0, ids_K).view(-1, hidden)).view(num_chosen, -1)
+    gate_KI, up_KI = both_KJ.chunk(2, dim=-1)
+    inner_KI = swiglu(gate_KI, up_KI, limit, weights_K.unsqueeze(-1))
+    return inner_KI.view(1, -1) @ w2_EID.index_select(0, ids_K).view(-1, hidden)
 
 
 @component("expert_gemm")

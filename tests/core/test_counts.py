@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from test_tensors import dense_spec
 
 from engine.core.counts import (
     active_parameters,
@@ -17,6 +16,7 @@ from engine.core.counts import (
     weight_bytes,
 )
 from engine.core.specs import DSparkSpec, EngramSpec, V41Spec
+from tests.core.test_tensors import dense_spec
 
 VISION_PARAMETERS = 0.49e9  # not in this release
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from test_counts import flash
-from test_tensors import dense_spec
 
 from engine.core.features import features, pairs
 from engine.core.plan import BlockCopy, PlanItem, RankPlan, StepPlan
+from tests.core.test_counts import flash
+from tests.core.test_tensors import dense_spec
 
 
 @given(st.integers(0, 300), st.integers(0, 200), st.integers(1, 4), st.none() | st.integers(0, 80))

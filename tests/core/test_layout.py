@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_counts import flash
-from test_tensors import dense_spec
 
 from engine.core.errors import ConfigError
 from engine.core.layout import Deployment, Layout, Replicas, parse_layout
+from tests.core.test_counts import flash
+from tests.core.test_tensors import dense_spec
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-from core_harness import Replica
-from test_scheduler_fuzz import random_config, random_request
 
 from engine.core.events import (
     Admitted,
@@ -23,6 +21,8 @@ from engine.core.events import (
 )
 from engine.core.metrics import MetricsLog, Slo, distribution
 from engine.core.plan import TokenLogprobs
+from tests.core.core_harness import Replica
+from tests.core.test_scheduler_fuzz import random_config, random_request
 
 LOG: list[Event] = [
     Arrived(1.0, 7, 10),

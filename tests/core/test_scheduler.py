@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from core_harness import EOS, Replica
 
 from engine.core.cache_config import CacheConfig
 from engine.core.errors import CapacityError, ConfigError, InvariantError, RequestError
@@ -15,6 +14,7 @@ from engine.core.request import Request
 from engine.core.sampling import SamplingParams
 from engine.core.scheduler import Scheduler
 from engine.core.scheduler_config import SchedulerConfig
+from tests.core.core_harness import EOS, Replica
 
 P = 4
 CACHE = {"num_blocks": 32, "block_size": P, "max_running": 4, "max_batched_tokens": 64, "context_length": 64}

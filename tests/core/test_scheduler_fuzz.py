@@ -6,7 +6,6 @@ import random
 
 import msgspec
 import pytest
-from core_harness import EOS, Replica
 
 from engine.core.cache_config import CacheConfig
 from engine.core.errors import CapacityError
@@ -14,6 +13,7 @@ from engine.core.events import Admitted, Preempted, Resumed
 from engine.core.request import Request
 from engine.core.sampling import SamplingParams
 from engine.core.scheduler_config import SchedulerConfig
+from tests.core.core_harness import EOS, Replica
 
 KINDS = ("dense", "state", "drafts", "swap", "ranks")
 SEEDS = range(12)

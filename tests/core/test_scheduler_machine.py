@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-from core_harness import EOS, Replica
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -14,6 +13,7 @@ from engine.core.errors import CapacityError, RequestError
 from engine.core.request import Request
 from engine.core.sampling import SamplingParams
 from engine.core.scheduler_config import SchedulerConfig
+from tests.core.core_harness import EOS, Replica
 
 EXAMPLES = int(os.environ.get("TWINFER_TEST_EXAMPLES", "60"))
 

@@ -7,7 +7,7 @@ import torch
 
 from engine.kernels import attention_sparse, indexer
 from engine.kernels.attention_sparse import sparse_attention, window_attention
-from engine.kernels.experts import expert_gemm, expert_gemm_dense, gated_ffn, swiglu
+from engine.kernels.experts import expert_form, expert_gemm, expert_gemm_dense, expert_gemm_single, gated_ffn, swiglu
 from engine.kernels.indexer import index_scores, token_groups
 from engine.kernels.kv_write import kv_write
 
@@ -40,9 +40,23 @@ def test_experts_grouped_and_dense_equal_a_loop(dtype: torch.dtype, tokens: int)
     dense = expert_gemm_dense(x, weights, ids, w13, w2, always, limit)
     grouped = expert_gemm(x, weights, ids, w13[:experts], w2[:experts], limit) + gated_ffn(x, w13[experts], w2[experts], limit)
     tolerance = 1e-5 if dtype == torch.float32 else 0.06
+    if tokens == 1:
+        ids_all, weights_all = torch.cat((ids[0], torch.tensor([experts]))), torch.cat((weights[0], torch.ones(1)))
+        single = expert_gemm_single(x, weights_all, ids_all, w13, w2, limit)
+        torch.testing.assert_close(single.float(), expected, rtol=0.0, atol=tolerance)
     assert dense.dtype == grouped.dtype == dtype
     torch.testing.assert_close(dense.float(), expected, rtol=0.0, atol=tolerance)
     torch.testing.assert_close(grouped.float(), expected, rtol=0.0, atol=tolerance)
+
+
+def test_the_form_of_the_experts() -> None:
+    small, large = torch.zeros(9, 24, 64), torch.zeros(385, 64, 256)
+    assert expert_form(1, 2, small) == "single"
+    assert expert_form(8, 2, small) == "dense"
+    assert expert_form(4000, 2, small) == "grouped"
+    assert expert_form(2, 6, large) == "grouped"
+    assert expert_form(1, 6, torch.zeros(7, 2304, 512)) == "grouped"  # too much to copy
+    assert expert_form(4000, 2, torch.zeros(9, 23, 64)) == "dense"  # rows that grouped_mm refuses
 
 
 def test_swiglu_clamps_the_gate_from_above_only() -> None:

@@ -122,7 +122,7 @@ class Engine:
         return [event for event in self.events if isinstance(event, kind)]
 
     def cached_tokens(self, request: int) -> int:
-        return next(event.num_cached_tokens for event in self.of_kind(Admitted) if event.request == request)
+        return int(next(event.num_cached_tokens for event in self.of_kind(Admitted) if event.request == request))
 
 
 __all__ = ["Admitted", "Engine", "Finished", "Preempted", "random_v41", "small_v41_spec"]

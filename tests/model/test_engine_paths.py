@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -93,7 +94,7 @@ def test_tenants_do_not_share(model: Model) -> None:
 @pytest.mark.parametrize("swap", [False, True])
 @pytest.mark.parametrize("draft_tokens", [0, 3])
 def test_preempted_equals_undisturbed(model: Model, alone: dict[tuple[int, int], list[int]], swap: bool, draft_tokens: int) -> None:
-    host = {"num_host_blocks": 32, "num_host_states": 8, "swap_threshold_tokens": 1} if swap else {}
+    host: dict[str, Any] = {"num_host_blocks": 32, "num_host_states": 8, "swap_threshold_tokens": 1} if swap else {}
     engine = Engine(model, num_blocks=13, watermark_blocks=0, draft_tokens=draft_tokens, **host)
     ids = {key: engine.submit(prompt(key[1], key[0]), max_tokens=NEW)[0] for key in alone}
     tokens = engine.run()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
 from engine.core.specs import V41Spec
-from engine.kernels.experts import expert_gemm, expert_gemm_dense, gated_ffn, prefers_dense
+from engine.kernels.experts import expert_form, expert_gemm, expert_gemm_dense, expert_gemm_single, gated_ffn
 from engine.kernels.mhc import mhc_collapse, mhc_expand, mhc_mix
 from engine.kernels.norm import rms_norm
 from engine.kernels.router import router
@@ -49,14 +50,19 @@ _shared_expert = component("shared_expert")(gated_ffn)
 
 @component("expert_gemm")
 def moe(x_TD: Tensor, weights: MoeWeights, spec: V41Spec, token_kind_T: Tensor | None) -> Tensor:
-    """Routed experts plus the shared one [T, D]. Both ways of computing it give the same numbers up to rounding."""
+    """Routed experts plus the shared one [T, D]. The three ways of computing it give the same numbers up to rounding."""
     bias = weights.bias
     if bias.dim() == 2:
         assert token_kind_T is not None
         bias = functional.embedding(token_kind_T, bias)
     chosen_TK, ids_TK = router(x_TD, weights.gate, bias, weights.experts_per_token, spec.routed_scaling_factor)
     limit = spec.swiglu_limit
-    if prefers_dense(x_TD.shape[0], weights.w2):
+    form = expert_form(x_TD.shape[0], weights.experts_per_token, weights.w2)
+    if form == "single":
+        ids_K = torch.cat((ids_TK[0], weights.shared_ids))
+        weights_K = torch.cat((chosen_TK[0], weights.shared_ones))
+        return expert_gemm_single(x_TD, weights_K, ids_K, weights.w13, weights.w2, limit)
+    if form == "dense":
         return expert_gemm_dense(x_TD, chosen_TK, ids_TK, weights.w13, weights.w2, weights.always, limit)
     num_routed = weights.num_routed
     routed_TD = expert_gemm(x_TD, chosen_TK, ids_TK, weights.w13[:num_routed], weights.w2[:num_routed], limit)

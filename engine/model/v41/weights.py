@@ -36,6 +36,8 @@ class MoeWeights:
     w13: Tensor
     w2: Tensor
     always: Tensor
+    shared_ids: Tensor  # [n] the shared slices' places in the stacks
+    shared_ones: Tensor  # [n] their weights
     num_routed: int
     experts_per_token: int
     shared_w13: Tensor | None
@@ -222,6 +224,8 @@ def _moe(load: Loader, spec: V41Spec, prefix: str, num_experts: int, experts_per
         w13=w13,
         w2=w2,
         always=always,
+        shared_ids=torch.arange(num_experts, num_experts + num_shared, device=load.device),
+        shared_ones=torch.ones(num_shared, device=load.device),
         num_routed=num_experts,
         experts_per_token=experts_per_token,
         shared_w13=shared_w13,
