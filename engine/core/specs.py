@@ -54,7 +54,7 @@ class EngramSpec(msgspec.Struct, frozen=True):
     max_ngram: int  # orders 2..max_ngram
     heads_per_order: int
     head_dim: int
-    prime_search_start: int  # ``engram_vocab_size``: primes are sought from one below this number upwards
+    prime_search_start: int  # ``engram_vocab_size``: the first number that may be a prime of the hash
     pad_token_id: int
     num_classes: int  # compressed vocabulary
 

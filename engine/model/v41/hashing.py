@@ -10,6 +10,7 @@ import torch
 from tokenizers import Regex, Tokenizer, normalizers
 from torch import Tensor
 
+from engine.core.errors import ConfigError
 from engine.core.specs import EngramSpec
 
 _SEED_STEP = 10007  # the multiplier generator of layer l is seeded with 10007 * l
@@ -30,7 +31,8 @@ def hash_constants(spec: EngramSpec, device: torch.device) -> HashConstants:
     """Constants of every Engram layer.
 
     Multipliers: ``numpy.default_rng(10007 * layer)``, one odd int64 a step below ``(2^63 - 1) // num_classes``, so that class * multiplier
-    cannot overflow. Primes: for layer, for order, the search restarts one below ``prime_search_start`` and takes the next unused ones.
+    cannot overflow. Primes: for layer, for order, the search restarts at ``prime_search_start`` and takes the next unused ones. Raises
+    ConfigError where a table's rows are not the sum of its primes: ids would then belong to another table.
     """
     bound = max(1, _INT64_MAX // spec.num_classes // 2)
     multipliers = [
@@ -38,8 +40,11 @@ def hash_constants(spec: EngramSpec, device: torch.device) -> HashConstants:
         for layer in spec.layer_ids
     ]
     # Restarting and skipping used primes is the same as one ascending walk.
-    walk = _primes_from(spec.prime_search_start - 1)
+    walk = _primes_from(spec.prime_search_start)
     primes = torch.tensor([[next(walk) for _ in range(spec.num_columns)] for _ in spec.layer_ids], dtype=torch.int64)
+    for layer, rows, total in zip(spec.layer_ids, spec.num_rows, primes.sum(-1).tolist(), strict=True):
+        if rows != total:
+            raise ConfigError(f"engram_num_embeddings is {rows} for layer {layer}; engram_vocab_size {spec.prime_search_start} gives {total}")
     return HashConstants(
         multipliers_EG=torch.from_numpy(np.stack(multipliers)).to(device),
         primes_EC=primes.to(device),
