@@ -6,7 +6,7 @@ from engine.options import Option
 
 ENGINE_OPTIONS: tuple[Option, ...] = (
     Option("layout", str, "tp1dp1ep1", "parallel layout, e.g. tp1dp2ep2", ("--parallel-layout",)),
-    Option("dtype", str, "auto", "compute dtype; auto is bfloat16", choices=("auto", "bfloat16", "float32")),
+    Option("dtype", str, "auto", "compute dtype; auto is bfloat16, for V4.1 on a CPU float32", choices=("auto", "bfloat16", "float32")),
     Option("device", str, "auto", "cpu, cuda or cuda:N; auto takes a GPU where there is one"),
     Option("num-threads", int, None, "CPU threads of a worker; auto is every core", low=1, high=1024),
     Option("block-size", int, 128, "tokens per KV block", ("--page-size",), low=1, high=65536),

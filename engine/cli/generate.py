@@ -37,7 +37,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("model", metavar="MODEL", help="tiny-v41, smollm2-135m, a folder with config.json + safetensors, or a .gguf file")
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated")
     parser.add_argument(
-        "--prompts-file", metavar="FILE", help='one JSON per line: {"prompt": "...", and any sampling option}; - reads standard input'
+        "--prompts-file",
+        metavar="FILE",
+        help='one JSON per line: {"prompt": text or "prompt_token_ids": ids, and any sampling option}; - reads standard input',
     )
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end the completion before this text; may be repeated")
     parser.add_argument("--n", type=int, default=1, metavar="N", help="samples per prompt (default 1)")
@@ -87,22 +89,29 @@ def read_prompts(path: str) -> list[dict[str, Any]]:
             raise RequestError(f"{path}, line {number}: not JSON ({error})", param="prompts-file") from None
         if isinstance(entry, str):
             entry = {"prompt": entry}
-        if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str):
-            raise RequestError(f'{path}, line {number}: needed: a JSON text or an object with a text "prompt"', param="prompts-file")
+        if not isinstance(entry, dict) or not (isinstance(entry.get("prompt"), str) or _is_token_list(entry.get("prompt_token_ids"))):
+            raise RequestError(
+                f'{path}, line {number}: needed: a JSON text, or an object with a text "prompt" or integers "prompt_token_ids"',
+                param="prompts-file",
+            )
         entries.append(entry)
     return entries
+
+
+def _is_token_list(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(token, int) and not isinstance(token, bool) for token in value)
 
 
 def _generation(entry: dict[str, Any], options: Resolved, arguments: argparse.Namespace, tokenizer: Tokenizer | None) -> Generation:
     from engine.actors.gateway import Generation
 
-    overrides = {key: value for key, value in entry.items() if key not in ("prompt", "stop", "n")}
+    overrides = {key: value for key, value in entry.items() if key not in ("prompt", "prompt_token_ids", "stop", "n")}
     stop = entry.get("stop", arguments.stop)
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or not all(isinstance(text, str) for text in stop):
         raise RequestError(f"stop is {stop!r}; needed: a text or a list of texts", param="stop")
-    prompt, special = entry["prompt"], True
-    if arguments.chat:
+    prompt, special = entry["prompt"] if "prompt" in entry else tuple(entry["prompt_token_ids"]), True
+    if arguments.chat and isinstance(prompt, str):
         if tokenizer is None:
             raise RequestError("--chat needs a tokenizer, and the model has none", param="chat")
         prompt, special = tokenizer.render_chat([{"role": "user", "content": prompt}], add_generation_prompt=True), False

@@ -79,6 +79,36 @@ def generate(prompts, n):
     return counts
 serve(generate)
 """
+# The whole engine, actors and worker process included, as the command line starts it.
+_ENGINE = """
+import trio
+from engine.actors.gateway import Generation
+from engine.actors.supervisor import open_engine
+from engine.config import ENGINE_OPTIONS
+from engine.core.sampling import SamplingParams
+from engine.launch import open_model, plan_launch
+from engine.options import resolve
+async def main():
+    flags = {"disable_radix_cache": True, "max_num_batched_tokens": 4096, "max_running_requests": 16}
+    launch = plan_launch(resolve(ENGINE_OPTIONS, flags, {}, None), open_model(sys.argv[1]).spec, sys.argv[1])
+    async with open_engine(launch.config) as engine:
+        print("RESULT 0", flush=True)
+        while line := await trio.to_thread.run_sync(sys.stdin.readline):
+            job = json.loads(line)
+            params = SamplingParams(max_tokens=job["new_tokens"], ignore_eos=True)
+            counts = []
+            async def complete(prompt):
+                completion = await engine.complete(Generation(prompt=tuple(prompt), params=params))
+                counts.append(len(completion.samples[0].token_ids))
+            begin = time.perf_counter()
+            async with trio.open_nursery() as nursery:
+                for prompt in job["prompts"]:
+                    nursery.start_soon(complete, prompt)
+            seconds = time.perf_counter() - begin
+            assert counts == [job["new_tokens"]] * len(job["prompts"]), counts
+            print("RESULT", seconds, flush=True)
+trio.run(main)
+"""
 
 
 @dataclass(frozen=True)
@@ -134,32 +164,6 @@ class Peer:
         self._folder.cleanup()
 
 
-class Twinfer:
-    """The whole engine through its command line; its own clock, so that the start is not counted."""
-
-    name = "twinfer"
-
-    def __init__(self, model: str) -> None:
-        self._model = model
-
-    def generate_s(self, prompts: list[list[int]], new_tokens: int) -> float:
-        return run_twinfer(self._model, prompts, new_tokens)
-
-    def close(self) -> None:
-        """Nothing stays open."""
-
-
-def run_twinfer(model: str, prompts: list[list[int]], new_tokens: int) -> float:
-    """Seconds that ``twinfer generate --json`` reports for these prompts together (greedy, end tokens ignored), without its start."""
-    lines = "\n".join(json.dumps({"prompt_token_ids": prompt}) for prompt in prompts)
-    command = [sys.executable, "-m", "twinfer", "generate", model, "--prompts-file", "/dev/stdin", "--json", "--dtype", "bfloat16"]
-    command += ["--max-tokens", str(new_tokens), "--temperature", "0", "--ignore-eos"]
-    done = subprocess.run(command, input=lines, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"twinfer generate ended with {done.returncode}: {done.stderr[-500:]}")
-    return float(json.loads(done.stdout)["generate_s"])
-
-
 def _environment(python: str) -> dict[str, str]:
     """The repository is on the path of our own Python alone: its names are common ones."""
     path = {"PYTHONPATH": str(Path(__file__).parents[2])} if python == sys.executable else {}
@@ -208,14 +212,14 @@ def main() -> None:
     parser.add_argument("--vllm-python", metavar="PATH")
     parser.add_argument("--transformers-python", metavar="PATH")
     parser.add_argument(
-        "--engine", choices=("cli", "runner", "both"), default="both", help="twinfer through its command line, its runner alone"
+        "--engine", choices=("whole", "runner", "both"), default="whole", help="twinfer with its actors, its runner alone, or both"
     )
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     engines: list[Any] = []
     try:
-        if arguments.engine in ("cli", "both"):
-            engines.append(Twinfer(arguments.model))
+        if arguments.engine in ("whole", "both"):
+            engines.append(Peer("twinfer", sys.executable, _ENGINE, arguments.model))
         if arguments.engine in ("runner", "both"):
             engines.append(Peer("runner", sys.executable, _RUNNER, arguments.model))
         if arguments.vllm_python:
