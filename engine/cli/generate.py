@@ -20,7 +20,7 @@ from engine.cli.common import (
     sampling_params,
 )
 from engine.config import SAMPLING_OPTIONS
-from engine.core.errors import RequestError, TwinferError
+from engine.core.errors import CapacityError, RequestError, TwinferError
 
 if TYPE_CHECKING:
     from engine.actors.config import EngineConfig
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from engine.tokenizer import Tokenizer
 
 MAX_PROMPTS = 65536
+MAX_SAMPLES = 128  # the gateway's bound too
 MAX_PROMPTS_FILE_BYTES = 256 << 20
 
 
@@ -115,10 +116,13 @@ def _generation(entry: dict[str, Any], options: Resolved, arguments: argparse.Na
         if tokenizer is None:
             raise RequestError("--chat needs a tokenizer, and the model has none", param="chat")
         prompt, special = tokenizer.render_chat([{"role": "user", "content": prompt}], add_generation_prompt=True), False
+    samples = entry.get("n", arguments.n)
+    if isinstance(samples, bool) or not isinstance(samples, int) or not 1 <= samples <= MAX_SAMPLES:
+        raise RequestError(f"n is {samples!r}; allowed: an integer from 1 to {MAX_SAMPLES}", param="n")
     return Generation(
         prompt=prompt,
         params=sampling_params(options, **overrides),
-        n=entry.get("n", arguments.n),
+        n=samples,
         stop=tuple(stop),
         add_special_tokens=special,
     )
@@ -131,33 +135,48 @@ async def _generate(
 
     completions: list[Completion | TwinferError | None] = [None] * len(generations)
     first_error: TwinferError | None = None
+    engine: Gateway | None = None
     start_s = trio.current_time()
-    async with open_engine(config, tokenizer, handle_signals=True) as engine:
-        ready_s = trio.current_time() - start_s
-        # All enter together, bounded by what the gateway admits: it would refuse the rest.
-        limiter = trio.CapacityLimiter(max(1, config.gateway.max_requests // max(generation.n for generation in generations)))
-        begin_s = trio.current_time()
-        if len(generations) == 1 and generations[0].n == 1 and not arguments.json:
-            return await _stream_one(engine, generations[0])
-        async with trio.open_nursery() as nursery:
-            for index, generation in enumerate(generations):
-                nursery.start_soon(_complete, engine, generation, completions, index, limiter)
-        elapsed_s = trio.current_time() - begin_s
-        first_error = _print(arguments, config, generations, completions, ready_s, elapsed_s)
+    try:
+        async with open_engine(config, tokenizer, handle_signals=True) as engine:
+            ready_s = trio.current_time() - start_s
+            begin_s = trio.current_time()
+            if len(generations) == 1 and generations[0].n == 1 and not arguments.json:
+                await _stream_one(engine, generations[0])
+            else:
+                # All enter together, bounded by what the gateway admits: it would refuse the rest.
+                limiter = trio.CapacityLimiter(max(1, config.max_requests // max(generation.n for generation in generations)))
+                async with trio.open_nursery() as nursery:
+                    for index, generation in enumerate(generations):
+                        nursery.start_soon(_complete, engine, generation, completions, index, limiter)
+                elapsed_s = trio.current_time() - begin_s
+                first_error = _print(arguments, config, generations, completions, ready_s, elapsed_s)
+    except CapacityError:
+        if engine is None or engine.stop_signal is None:
+            raise
+        # The requests ended because we were told to stop; the exit code says so.
+        log("twinfer generate: stopped before the completion was finished")
+        return engine.exit_code or 1
     if engine.exit_code:
         return engine.exit_code
     return 0 if first_error is None else _error_code(first_error)
 
 
-async def _stream_one(engine: Gateway, generation: Generation) -> int:
+async def _stream_one(engine: Gateway, generation: Generation) -> None:
     async with engine.generate(generation) as stream:
         async for output in stream:
-            sys.stdout.write(output.text)
-            sys.stdout.flush()
-            if output.finish_reason == "abort":
-                log("twinfer generate: stopped before the completion was finished")
-    sys.stdout.write("\n")
-    return engine.exit_code
+            await _write(output.text)
+    await _write("\n")
+
+
+async def _write(text: str) -> None:
+    """Write in a thread: a reader that pauses (a pager) must not stop the heartbeats, nor Ctrl-C."""
+
+    def write() -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    await trio.to_thread.run_sync(write, abandon_on_cancel=True)
 
 
 async def _complete(
