@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 
 from engine.core.errors import ConfigError
+from engine.core.specs import EngramSpec
 from engine.model.v41 import V41Model
 from engine.model.v41.hashing import hash_constants
 from tests.model.v41_paged import ALL_CASES, FIXTURES, Case, DictWeights, Server, load_case
@@ -106,3 +108,20 @@ def test_a_missing_or_foreign_token_map_is_refused() -> None:
         V41Model(case.spec, weights)
     with pytest.raises(ConfigError, match="classes"):
         V41Model(case.spec, weights, token_map=torch.arange(case.spec.vocab_size))
+
+
+def test_primes_are_sought_from_engram_vocab_size_and_their_sum_is_the_table() -> None:
+    """53 is prime: a search that begins one below 54 must not take it. The rows of a table are the sum of its primes."""
+    spec = EngramSpec(
+        layer_ids=(0,),
+        num_rows=(59 + 61,),
+        max_ngram=2,
+        heads_per_order=2,
+        head_dim=4,
+        prime_search_start=54,
+        pad_token_id=0,
+        num_classes=9,
+    )
+    assert hash_constants(spec, torch.device("cpu")).primes_EC.tolist() == [[59, 61]]
+    with pytest.raises(ConfigError, match="engram_num_embeddings is 121 for layer 0"):
+        hash_constants(msgspec.structs.replace(spec, num_rows=(121,)), torch.device("cpu"))

@@ -44,7 +44,9 @@ def hash_constants(spec: EngramSpec, device: torch.device) -> HashConstants:
     primes = torch.tensor([[next(walk) for _ in range(spec.num_columns)] for _ in spec.layer_ids], dtype=torch.int64)
     for layer, rows, total in zip(spec.layer_ids, spec.num_rows, primes.sum(-1).tolist(), strict=True):
         if rows != total:
-            raise ConfigError(f"engram_num_embeddings is {rows} for layer {layer}; engram_vocab_size {spec.prime_search_start} gives {total}")
+            raise ConfigError(
+                f"engram_num_embeddings is {rows} for layer {layer}; engram_vocab_size {spec.prime_search_start} gives {total}"
+            )
     return HashConstants(
         multipliers_EG=torch.from_numpy(np.stack(multipliers)).to(device),
         primes_EC=primes.to(device),
