@@ -1,11 +1,18 @@
-/* The small steps of a dense decode in bfloat16 on a CPU, where their number, not their arithmetic, is the cost: RMSNorm, SiLU
- * gate, and rotation + cache write + paged attention in one pass. Legend and meaning: attention_full.py, whose torch functions
- * are the reference. Sums and exponentials are float32. Compiled on demand with HEAD_DIM and GROUPS (query heads per key/value
- * head) fixed, so that accumulators stay in registers; GCC/Clang vector types, no instruction set of its own. Not for -ffast-math: vexp
- * rounds by adding a large number, which reassociation would undo. */
+/* The dense decode in bfloat16 on a CPU: matrix products of a few rows, which stream the weights once, and between them RMSNorm, SiLU
+ * gate, and rotation + cache write + paged attention in one pass; `forward` runs all layers of a step in one parallel region, since
+ * the number of small steps, not their arithmetic, is what they cost. Legend and meaning: attention_full.py and dense.py, whose torch
+ * functions are the reference. Sums and exponentials are float32. Compiled on demand with HEAD_DIM and GROUPS (query heads per
+ * key/value head) fixed, so that accumulators stay in registers; GCC/Clang vector types, and AVX512-BF16's product where the
+ * compiler targets it. Not for -ffast-math: vexp rounds by adding a large number, which reassociation would undo. */
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+#ifdef _OPENMP
+#include <omp.h>
+#endif
 
 #define LANES 16
 #define VECTORS (HEAD_DIM / LANES)
@@ -146,31 +153,249 @@ static void attend(uint16_t *out, f16 q[GROUPS][VECTORS], const uint16_t *keys, 
         for (int i = 0; i < VECTORS; i++) store(out + g * HEAD_DIM + i * LANES, acc[g][i] * splat(1.0f / total[g]));
 }
 
-/* One decode step of one layer for `sequences` tokens, one each. qkv [B, H + 2J, d] unrotated; pool [2, N, J, P, d]; table [B, M];
- * turn [B, d / 2, 2]; gain [H + J, d] or NULL. Writes the new key and value into the pool and the attention into out [B, H * d]. */
+/* What the sequences of a step share. table [B, columns]; turn [B, d / 2, 2]; pools are [2, N, J, P, d]. */
+typedef struct {
+    const int64_t *table, *context;
+    const float *turn;
+    int64_t kv_heads, num_blocks, block_size, columns;
+    float eps;
+} Step;
+
+/* Task b * kv_heads + j: the new key and value of one sequence and key/value head into the pool, and its attention into out [B, H * d].
+ * qkv [B, H + 2J, d] unrotated; gain [H + J, d] or NULL. */
+static void attention(uint16_t *out, const uint16_t *qkv, uint16_t *pool, const uint16_t *gain, const Step *step, int64_t task) {
+    const int64_t kv_heads = step->kv_heads, block_size = step->block_size;
+    const int64_t heads = kv_heads * GROUPS, block_stride = kv_heads * block_size * HEAD_DIM;
+    const float scale = 1.0f / sqrtf((float)HEAD_DIM);
+    const int64_t b = task / kv_heads, j = task % kv_heads, position = step->context[b] - 1;
+    const uint16_t *row = qkv + b * (heads + 2 * kv_heads) * HEAD_DIM;
+    const int64_t *blocks = step->table + b * step->columns;
+    const float *turn = step->turn + b * HEAD_DIM;
+    uint16_t *keys = pool + j * block_size * HEAD_DIM, *values = keys + step->num_blocks * block_stride;
+    const int64_t at = blocks[position / block_size] * block_stride + position % block_size * HEAD_DIM;
+    float wide[HEAD_DIM];
+    turned(wide, row + (heads + j) * HEAD_DIM, gain ? gain + (heads + j) * HEAD_DIM : 0, turn, step->eps);
+    for (int i = 0; i < HEAD_DIM; i += LANES) store(keys + at + i, *(f16 *)(wide + i));
+    memcpy(values + at, row + (heads + kv_heads + j) * HEAD_DIM, HEAD_DIM * sizeof(uint16_t));
+    f16 q[GROUPS][VECTORS];
+    for (int g = 0; g < GROUPS; g++) {
+        const int64_t head = j * GROUPS + g;
+        turned(wide, row + head * HEAD_DIM, gain ? gain + head * HEAD_DIM : 0, turn, step->eps);
+        for (int i = 0; i < VECTORS; i++) q[g][i] = *(f16 *)(wide + i * LANES) * splat(scale);
+    }
+    attend(out + (b * heads + j * GROUPS) * HEAD_DIM, q, keys, values, blocks, block_stride, block_size, step->context[b]);
+}
+
+/* One layer's attention for `sequences` tokens, one each. */
 void decode(uint16_t *out, const uint16_t *qkv, uint16_t *pool, const int64_t *table, const int64_t *context, const float *turn,
             const uint16_t *gain, int64_t sequences, int64_t kv_heads, int64_t num_blocks, int64_t block_size, int64_t columns,
             float eps, int64_t threads) {
-    const int64_t heads = kv_heads * GROUPS, block_stride = kv_heads * block_size * HEAD_DIM;
-    const float scale = 1.0f / sqrtf((float)HEAD_DIM);
+    const Step step = {table, context, turn, kv_heads, num_blocks, block_size, columns, eps};
     (void)threads;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-    for (int64_t task = 0; task < sequences * kv_heads; task++) {
-        const int64_t b = task / kv_heads, j = task % kv_heads, position = context[b] - 1;
-        const uint16_t *row = qkv + b * (heads + 2 * kv_heads) * HEAD_DIM;
-        const int64_t *blocks = table + b * columns;
-        uint16_t *keys = pool + j * block_size * HEAD_DIM, *values = keys + num_blocks * block_stride;
-        const int64_t at = blocks[position / block_size] * block_stride + position % block_size * HEAD_DIM;
-        float wide[HEAD_DIM];
-        turned(wide, row + (heads + j) * HEAD_DIM, gain ? gain + (heads + j) * HEAD_DIM : 0, turn + b * HEAD_DIM, eps);
-        for (int i = 0; i < HEAD_DIM; i += LANES) store(keys + at + i, *(f16 *)(wide + i));
-        memcpy(values + at, row + (heads + kv_heads + j) * HEAD_DIM, HEAD_DIM * sizeof(uint16_t));
-        f16 q[GROUPS][VECTORS];
-        for (int g = 0; g < GROUPS; g++) {
-            const int64_t head = j * GROUPS + g;
-            turned(wide, row + head * HEAD_DIM, gain ? gain + head * HEAD_DIM : 0, turn + b * HEAD_DIM, eps);
-            for (int i = 0; i < VECTORS; i++) q[g][i] = *(f16 *)(wide + i * LANES) * splat(scale);
+    for (int64_t task = 0; task < sequences * kv_heads; task++) attention(out, qkv, pool, gain, &step, task);
+}
+
+/* -- matrix products ---------------------------------------------------------------------------------------------------------- */
+
+/* y = x w^T + bias for w [out, in] row-major, a panel of LANES outputs at a time; rows of x lie `in` apart. */
+typedef struct {
+    const uint16_t *weight, *bias; /* bias may be NULL */
+    int64_t in, out;
+} Linear;
+
+#define STEP 32 /* inputs per vector of bfloat16 pairs */
+
+/* acc + the products of 32 pairs, two to a lane; the order of the sum is nobody's business. */
+static inline f16 dot(f16 acc, const uint16_t *w, const uint16_t *x) {
+#ifdef __AVX512BF16__
+    return (f16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_loadu_si512(w), (__m512bh)_mm512_loadu_si512(x));
+#else
+    const u16x32 pairs = *(const u16x32 *)w, others = *(const u16x32 *)x;
+    acc += (f16)(pairs << 16) * (f16)(others << 16);
+    return acc + (f16)(pairs & 0xffff0000) * (f16)(others & 0xffff0000);
+#endif
+}
+
+/* The sums of sixteen vectors, in their order: four rounds of adding halves. */
+static inline f16 sums(const f16 *v) {
+    f16 a[8], b[4], c[2];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++)
+        a[i] = __builtin_shuffle(v[i], v[i + 8], (u16x32){0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23}) +
+               __builtin_shuffle(v[i], v[i + 8], (u16x32){8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31});
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++)
+        b[i] = __builtin_shuffle(a[i], a[i + 4], (u16x32){0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27}) +
+               __builtin_shuffle(a[i], a[i + 4], (u16x32){4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31});
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++)
+        c[i] = __builtin_shuffle(b[i], b[i + 2], (u16x32){0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29}) +
+               __builtin_shuffle(b[i], b[i + 2], (u16x32){2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31});
+    return __builtin_shuffle(c[0], c[1], (u16x32){0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30}) +
+           __builtin_shuffle(c[0], c[1], (u16x32){1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31});
+}
+
+/* A tile of ROWS x OUTS = 16 products, into y[r][o] (rows LANES apart). `ahead` elements on, the weights are prefetched. */
+#define TILE(NAME, ROWS, OUTS)                                                                                              \
+    static void NAME(float *y, const uint16_t *w, const uint16_t *x, int64_t in, int64_t ahead) {                           \
+        f16 acc[LANES];                                                                                                     \
+        _Pragma("GCC unroll 16") for (int i = 0; i < LANES; i++) acc[i] = (f16){0};                                         \
+        int64_t k = 0;                                                                                                      \
+        for (; k + STEP <= in; k += STEP)                                                                                   \
+            _Pragma("GCC unroll 16") for (int o = 0; o < OUTS; o++) {                                                       \
+                if (ahead) __builtin_prefetch(w + o * in + k + ahead);                                                      \
+                _Pragma("GCC unroll 16") for (int r = 0; r < ROWS; r++)                                                     \
+                    acc[r * OUTS + o] = dot(acc[r * OUTS + o], w + o * in + k, x + r * in + k);                             \
+            }                                                                                                               \
+        if (k < in) {                                                                                                       \
+            uint16_t weights[OUTS][STEP] = {{0}}, values[ROWS][STEP] = {{0}};                                               \
+            for (int o = 0; o < OUTS; o++) memcpy(weights[o], w + o * in + k, (in - k) * sizeof *w);                        \
+            for (int r = 0; r < ROWS; r++) memcpy(values[r], x + r * in + k, (in - k) * sizeof *x);                         \
+            _Pragma("GCC unroll 16") for (int o = 0; o < OUTS; o++)                                                         \
+                _Pragma("GCC unroll 16") for (int r = 0; r < ROWS; r++)                                                     \
+                    acc[r * OUTS + o] = dot(acc[r * OUTS + o], weights[o], values[r]);                                      \
+        }                                                                                                                   \
+        const f16 total = sums(acc);                                                                                        \
+        for (int r = 0; r < ROWS; r++) memcpy(y + r * LANES, (const float *)&total + r * OUTS, OUTS * sizeof *y);           \
+    }
+TILE(tile_1x16, 1, 16)
+TILE(tile_2x8, 2, 8)
+TILE(tile_4x4, 4, 4)
+
+#define MAX_ROWS 64
+
+/* y [rows, LANES] = x times outputs first .. first + LANES; those past the last are 0. */
+static void panel(float *y, const Linear *linear, const uint16_t *x, int64_t rows, int64_t first) {
+    const int64_t in = linear->in, outs = linear->out - first;
+    const uint16_t *w = linear->weight + first * in;
+    if (outs < LANES) {
+        memset(y, 0, rows * LANES * sizeof *y);
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t o = 0; o < outs; o++) {
+                f16 acc = {0};
+                int64_t k = 0;
+                for (; k + STEP <= in; k += STEP) acc = dot(acc, w + o * in + k, x + r * in + k);
+                uint16_t weights[STEP] = {0}, values[STEP] = {0};
+                memcpy(weights, w + o * in + k, (in - k) * sizeof *w);
+                memcpy(values, x + r * in + k, (in - k) * sizeof *x);
+                y[r * LANES + o] = sum(dot(acc, weights, values));
+            }
+    } else {
+        const int64_t quads = rows & ~3, ahead = LANES * in; /* the same place of the next panel */
+        if (quads)
+            for (int o = 0; o < LANES; o += 4)
+                for (int64_t r = 0; r < quads; r += 4) tile_4x4(y + r * LANES + o, w + o * in, x + r * in, in, r ? 0 : ahead);
+        int64_t r = quads;
+        if (rows - r >= 2) {
+            for (int o = 0; o < LANES; o += 8) tile_2x8(y + r * LANES + o, w + o * in, x + r * in, in, r ? 0 : ahead);
+            r += 2;
         }
-        attend(out + (b * heads + j * GROUPS) * HEAD_DIM, q, keys, values, blocks, block_stride, block_size, context[b]);
+        if (r < rows) tile_1x16(y + r * LANES, w, x + r * in, in, r ? 0 : ahead);
+    }
+    if (linear->bias)
+        for (int64_t o = 0; o < outs && o < LANES; o++) {
+            const uint32_t bits = (uint32_t)linear->bias[first + o] << 16;
+            float bias;
+            memcpy(&bias, &bits, sizeof bias);
+            for (int64_t r = 0; r < rows; r++) y[r * LANES + o] += bias;
+        }
+}
+
+/* One row of a panel, rounded, into out; `residual`, unless NULL, is added before. Fewer than LANES at the end of a row. */
+static inline void emit(uint16_t *out, f16 y, const uint16_t *residual, int64_t outs) {
+    if (outs >= LANES) {
+        store(out, residual ? y + load(residual) : y);
+        return;
+    }
+    uint16_t some[LANES] = {0};
+    if (residual) {
+        memcpy(some, residual, outs * sizeof *some);
+        y += load(some);
+    }
+    store(some, y);
+    memcpy(out, some, outs * sizeof *some);
+}
+
+/* Thread `mine` of `threads` takes its share of the panels. out = x w^T + bias (+ residual), [rows, out]; residual may be out. */
+static void product(uint16_t *out, const uint16_t *x, const Linear *linear, const uint16_t *residual, int64_t rows, int64_t mine,
+                    int64_t threads) {
+    const int64_t panels = (linear->out + LANES - 1) / LANES;
+    float y[MAX_ROWS * LANES];
+    for (int64_t p = panels * mine / threads; p < panels * (mine + 1) / threads; p++) {
+        panel(y, linear, x, rows, p * LANES);
+        for (int64_t r = 0; r < rows; r++) {
+            const int64_t at = r * linear->out + p * LANES;
+            emit(out + at, *(f16 *)(y + r * LANES), residual ? residual + at : 0, linear->out - p * LANES);
+        }
+    }
+}
+
+/* out [rows, F] = silu(gate) * up of the stacked linear [2F, in], F a multiple of LANES. */
+static void gated_product(uint16_t *out, const uint16_t *x, const Linear *linear, int64_t rows, int64_t mine, int64_t threads) {
+    const int64_t size = linear->out / 2, panels = size / LANES;
+    float gate[MAX_ROWS * LANES], up[MAX_ROWS * LANES];
+    for (int64_t p = panels * mine / threads; p < panels * (mine + 1) / threads; p++) {
+        panel(gate, linear, x, rows, p * LANES);
+        panel(up, linear, x, rows, size + p * LANES);
+        for (int64_t r = 0; r < rows; r++) {
+            const f16 g = *(f16 *)(gate + r * LANES);
+            store(out + r * size + p * LANES, g / (1.0f + vexp(-g)) * *(f16 *)(up + r * LANES));
+        }
+    }
+}
+
+/* out [rows, out] of at most MAX_ROWS rows. */
+void linear(uint16_t *out, const uint16_t *x, const uint16_t *weight, const uint16_t *bias, const uint16_t *residual, int64_t rows,
+            int64_t in, int64_t outs, int64_t threads) {
+    const Linear l = {weight, bias, in, outs};
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int64_t mine = 0; mine < threads; mine++) product(out, x, &l, residual, rows, mine, threads);
+}
+
+/* -- a whole step ------------------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    const uint16_t *attention_norm, *qk_gain, *mlp_norm; /* qk_gain may be NULL */
+    Linear qkv, output, gate_up, down;
+    uint16_t *pool;
+} Layer;
+
+/* All layers and the head for `rows` sequences with one new token each: x [rows, D] are their embeddings, overwritten; out [rows, V] the
+ * logits, hidden [rows, D] what the head saw. scratch: 16-bit room for rows * (D * threads + qkv.out + max(output.in, down.in)).
+ * Between two barriers nobody writes what another thread reads: every thread norms all rows for itself, and residual sums are
+ * written where the same thread has read them. */
+void forward(uint16_t *out, uint16_t *hidden, uint16_t *x, uint16_t *scratch, const Layer *layers, const uint16_t *norm, const Linear *head,
+             const int64_t *table, const int64_t *context, const float *turn, int64_t num_layers, int64_t rows, int64_t kv_heads,
+             int64_t num_blocks, int64_t block_size, int64_t columns, float eps, int64_t threads) {
+    const Step step = {table, context, turn, kv_heads, num_blocks, block_size, columns, eps};
+    const int64_t size = head->in;
+    uint16_t *qkv = scratch + rows * size * threads, *inner = qkv + rows * layers[0].qkv.out;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+#ifdef _OPENMP
+        const int64_t mine = omp_get_thread_num(), team = omp_get_num_threads();
+#else
+        const int64_t mine = 0, team = 1;
+#endif
+        uint16_t *normed = scratch + rows * size * mine;
+        for (const Layer *layer = layers; layer < layers + num_layers; layer++) {
+            rms_norm(normed, x, layer->attention_norm, rows, size, eps);
+            product(qkv, normed, &layer->qkv, 0, rows, mine, team);
+#pragma omp barrier
+            for (int64_t task = rows * kv_heads * mine / team; task < rows * kv_heads * (mine + 1) / team; task++)
+                attention(inner, qkv, layer->pool, layer->qk_gain, &step, task);
+#pragma omp barrier
+            product(x, inner, &layer->output, x, rows, mine, team);
+#pragma omp barrier
+            rms_norm(normed, x, layer->mlp_norm, rows, size, eps);
+            gated_product(inner, normed, &layer->gate_up, rows, mine, team);
+#pragma omp barrier
+            product(x, inner, &layer->down, x, rows, mine, team);
+#pragma omp barrier
+        }
+        rms_norm(normed, x, norm, rows, size, eps);
+        if (mine == 0) memcpy(hidden, normed, rows * size * sizeof *hidden);
+        product(out, normed, head, 0, rows, mine, team);
     }
 }

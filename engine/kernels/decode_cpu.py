@@ -6,11 +6,13 @@ TWINFER_NATIVE=0 to switch it off.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
 import re
 import shutil
+import stat
 import subprocess
 import tempfile
 from functools import cache
@@ -21,21 +23,26 @@ from torch import Tensor
 
 _SOURCE = Path(__file__).with_suffix(".c")
 _MAX_BLOCK = 1024  # MAX_BLOCK of the source
+MAX_ROWS = 64  # likewise
 _COMPILE_TIMEOUT_S = 60.0
+_DIGEST_BYTES = 32
 # No fast-math: the source says why, and NaN must stay visible, since the sampler looks for it.
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
 
 
 class DecodeKernels:
-    """The compiled functions on bfloat16 CPU tensors; all contiguous, sizes multiples of 16. Outputs are new tensors."""
+    """The compiled functions on bfloat16 CPU tensors; all contiguous, sizes of norms and gates multiples of 16. Outputs are new tensors."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, integer, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
         self._rms_norm, self._silu_mul, self._decode = library.rms_norm, library.silu_mul, library.decode
+        self._linear, self._forward = library.linear, library.forward
         self._rms_norm.argtypes = [pointer, pointer, pointer, integer, integer, real]
         self._silu_mul.argtypes = [pointer, pointer, integer, integer]
         self._decode.argtypes = [pointer] * 7 + [integer] * 5 + [real, integer]
-        for function in (self._rms_norm, self._silu_mul, self._decode):
+        self._linear.argtypes = [pointer] * 5 + [integer] * 4
+        self._forward.argtypes = [pointer] * 10 + [integer] * 6 + [real, integer]
+        for function in (self._rms_norm, self._silu_mul, self._decode, self._linear, self._forward):
             function.restype = None
 
     def rms_norm(self, x_TD: Tensor, gain_D: Tensor, eps: float) -> Tensor:
@@ -77,6 +84,59 @@ class DecodeKernels:
         )
         return out_BD
 
+    def linear(self, x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor | None, residual_TF: Tensor | None = None) -> Tensor:
+        """x @ weight.T (+ bias) (+ residual) of at most MAX_ROWS rows, of any sizes; one rounding, at the end."""
+        rows, inner = x_TD.shape
+        out_TF = x_TD.new_empty((rows, weight_FD.shape[0]))
+        self._linear(
+            out_TF.data_ptr(),
+            x_TD.data_ptr(),
+            weight_FD.data_ptr(),
+            None if bias_F is None else bias_F.data_ptr(),
+            None if residual_TF is None else residual_TF.data_ptr(),
+            rows,
+            inner,
+            weight_FD.shape[0],
+            torch.get_num_threads(),
+        )
+        return out_TF
+
+    def forward(
+        self, x_BD: Tensor, layers: Tensor, head: Tensor, norm_D: Tensor, pools_L2NJPd: Tensor, table_BM: Tensor, context_B: Tensor,
+        turn_BQ2: Tensor, scratch_values: int, eps: float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """A whole step of at most MAX_ROWS sequences with one new token each: logits [B, V], and the hidden states [B, D] they come from.
+
+        ``x_BD``, the embeddings, is overwritten. ``layers`` and ``head`` are the source's structs Layer and Linear as int64,
+        ``scratch_values`` the room a row needs beside its norms."""
+        _, _, num_blocks, num_kv_heads, block_size, _ = pools_L2NJPd.shape
+        rows, size = x_BD.shape
+        threads = torch.get_num_threads()
+        hidden_BD = torch.empty_like(x_BD)
+        out_BV = x_BD.new_empty((rows, int(head[-1])))
+        scratch = x_BD.new_empty(rows * (size * threads + scratch_values))
+        self._forward(
+            out_BV.data_ptr(),
+            hidden_BD.data_ptr(),
+            x_BD.data_ptr(),
+            scratch.data_ptr(),
+            layers.data_ptr(),
+            norm_D.data_ptr(),
+            head.data_ptr(),
+            table_BM.data_ptr(),
+            context_B.data_ptr(),
+            turn_BQ2.data_ptr(),
+            layers.shape[0],
+            rows,
+            num_kv_heads,
+            num_blocks,
+            block_size,
+            table_BM.shape[1],
+            eps,
+            threads,
+        )
+        return out_BV, hidden_BD
+
 
 def load(head_dim: int, groups: int) -> DecodeKernels | None:
     """The kernels for one head shape, None where they cannot be had: no compiler, no such shape, switched off."""
@@ -97,11 +157,17 @@ def _load(head_dim: int, groups: int) -> DecodeKernels | None:
     openmp = _torch_openmp()
     flags = (*_FLAGS, f"-DHEAD_DIM={head_dim}", f"-DGROUPS={groups}", *(("-fopenmp",) if openmp else ()))
     try:
-        path = _compiled(compiler, flags)
         if openmp is not None:
             ctypes.CDLL(openmp, mode=ctypes.RTLD_GLOBAL)
-        return DecodeKernels(ctypes.CDLL(str(path)))
-    except (OSError, subprocess.SubprocessError):
+        target = _folder() / f"decode_cpu-{_key(compiler, flags)}.so"
+        if _is_ours(target) and _is_whole(target.read_bytes()):
+            with contextlib.suppress(OSError, AttributeError):
+                return DecodeKernels(ctypes.CDLL(str(target)))
+        with tempfile.TemporaryDirectory() as scratch:
+            library = _compiled(compiler, flags, Path(scratch))
+            _keep(library, target)
+            return DecodeKernels(ctypes.CDLL(str(library)))  # stays mapped when the file goes
+    except (OSError, AttributeError, subprocess.SubprocessError):
         return None
 
 
@@ -115,22 +181,51 @@ def _torch_openmp() -> str | None:
     return paths.pop() if len(paths) == 1 else None
 
 
-def _compiled(compiler: str, flags: tuple[str, ...]) -> Path:
-    """The shared object of this source, these flags and this processor, from the cache folder or made now."""
+def _folder() -> Path:
+    return Path(os.environ.get("TWINFER_CACHE") or Path.home() / ".cache" / "twinfer") / "native"
+
+
+def _key(compiler: str, flags: tuple[str, ...]) -> str:
+    """Names the library of this source, these flags and this processor."""
     cpu = re.search(r"^flags\s*:.*$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    key = hashlib.sha256("\0".join((_SOURCE.read_text(), compiler, *flags, cpu.group() if cpu else "")).encode()).hexdigest()[:24]
-    folder = Path(os.environ.get("TWINFER_CACHE") or Path.home() / ".cache" / "twinfer") / "native"
-    target = folder / f"decode_cpu-{key}.so"
-    if target.is_file():
-        return target
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        unit, library = Path(scratch) / "unit.o", Path(scratch) / "library.so"
-        for command in (
-            [compiler, *flags, "-c", str(_SOURCE), "-o", str(unit)],
-            [compiler, "-shared", str(unit), "-o", str(library), "-lm"],
-        ):
-            # Linked without -fopenmp on purpose: the OpenMP symbols are torch's, see _torch_openmp.
-            subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_TIMEOUT_S)
-        library.rename(target)
-    return target
+    return hashlib.sha256("\0".join((_SOURCE.read_text(), compiler, *flags, cpu.group() if cpu else "")).encode()).hexdigest()[:24]
+
+
+def _is_ours(path: Path) -> bool:
+    """Code is loaded only from a file and folder of this user that nobody else may write, and through no link."""
+    try:
+        folder, file = path.parent.lstat(), path.lstat()
+    except OSError:
+        return False
+    owned = all(status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) for status in (folder, file))
+    return owned and stat.S_ISDIR(folder.st_mode) and stat.S_ISREG(file.st_mode) and file.st_size > 0
+
+
+def _is_whole(library: bytes) -> bool:
+    """A kept library ends with its digest: the loader takes a truncated file, and the process dies where it is used."""
+    return hashlib.sha256(library[:-_DIGEST_BYTES]).digest() == library[-_DIGEST_BYTES:]
+
+
+def _compiled(compiler: str, flags: tuple[str, ...], scratch: Path) -> Path:
+    unit, library = scratch / "unit.o", scratch / "library.so"
+    for command in (
+        [compiler, *flags, "-c", str(_SOURCE), "-o", str(unit)],
+        [compiler, "-shared", str(unit), "-o", str(library), "-lm"],
+    ):
+        # Linked without -fopenmp on purpose: the OpenMP symbols are torch's, see _torch_openmp.
+        subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_TIMEOUT_S)
+    return library
+
+
+def _keep(library: Path, target: Path) -> None:
+    """Into the cache folder, by a rename, so that processes which compile at once each see a whole file; where it cannot be, no matter."""
+    with contextlib.suppress(OSError):
+        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor, name = tempfile.mkstemp(dir=target.parent)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(library.read_bytes() + hashlib.sha256(library.read_bytes()).digest())
+            os.replace(name, target)
+        except OSError:
+            os.unlink(name)
+            raise

@@ -32,6 +32,13 @@ class _Layer:
     gate_up: Linear
     down: Linear
 
+    def struct(self) -> list[int]:
+        """Layer of decode_cpu.c, its pool left open."""
+        gain = 0 if self.qk_gain_Hd is None else self.qk_gain_Hd.data_ptr()
+        linears = (self.qkv, self.output, self.gate_up, self.down)
+        pointers = [self.attention_norm_D.data_ptr(), gain, self.mlp_norm_D.data_ptr()]
+        return [*pointers, *(value for linear in linears for value in linear.struct()), 0]
+
 
 class DenseModel:
     """Implements base.Model. Weights are taken one by one; q, k, v and gate, up are stored stacked, one product each."""
@@ -43,14 +50,15 @@ class DenseModel:
         self.spec = spec
         self.dtype = dtype
         self.device = torch.device(device)
-        load = _Loader(weights, dtype, self.device)
-        self._embed_VD = load.get("model.embed_tokens.weight")
+        self._native = _native(spec, dtype, self.device)
+        load = _Loader(weights, dtype, self.device, self._native)
+        self._embed_VD = load.get("model.embed_tokens.weight").contiguous()
         self._layers = [_load_layer(load, spec, layer) for layer in range(spec.num_layers)]
         self._norm_D = load.get("model.norm.weight")
-        self._head = Linear(self._embed_VD if spec.tie_word_embeddings else load.get("lm_head.weight"))
+        self._head = Linear(self._embed_VD if spec.tie_word_embeddings else load.get("lm_head.weight"), native=self._native)
+        self._fused = None if self._native is None else _Fused(self._native, self._layers, self._norm_D, self._head, spec.rms_norm_eps)
         self.frequency_Q = rope_frequencies(spec.head_dim, spec.rope_theta, spec.rope_scaling).to(self.device)
         self._num_bytes = load.num_bytes
-        self._native = _native(spec, dtype, self.device)
         self.rope_factor = spec.rope_scaling.attention_factor if spec.rope_scaling else 1.0
 
     def new_cache(self, config: CacheConfig) -> DenseCache:
@@ -71,6 +79,11 @@ class DenseModel:
         num_tokens, num_rows = batch.token_ids_T.shape[0], batch.logit_rows_R.shape[0]
         some_rows = num_rows < num_tokens
         few = num_tokens <= _FEW_ROWS
+        if self._fused is not None and batch.decode_only and 0 < num_tokens == num_rows and self._fused.takes(num_tokens, cache):
+            turn_TQ2 = rope_rotation(batch.positions_T, self.frequency_Q, self.rope_factor)
+            logits_TV, hidden_TD = self._fused(functional.embedding(batch.token_ids_T, self._embed_VD), turn_TQ2, batch, cache)
+            captures = {"hidden": hidden_TD[batch.logit_rows_R]} if "hidden" in capture else None
+            return ForwardOutput(logits_TV[batch.logit_rows_R].float(), captures=captures)
         attention = _Attention(self, batch, cache, self._native if batch.decode_only else None)
         x_TD = functional.embedding(batch.token_ids_T, self._embed_VD)
         for index, layer in enumerate(self._layers):
@@ -99,6 +112,28 @@ def _native(spec: DenseSpec, dtype: torch.dtype, device: torch.device) -> decode
     if device.type != "cpu" or dtype != torch.bfloat16 or spec.hidden_size % 16 or spec.intermediate_size % 16:
         return None
     return decode_cpu.load(spec.head_dim, spec.num_heads // spec.num_kv_heads)
+
+
+class _Fused:
+    """A decode step as one compiled call."""
+
+    def __init__(self, native: decode_cpu.DecodeKernels, layers: list[_Layer], norm_D: Tensor, head: Linear, eps: float) -> None:
+        self._native, self._norm_D, self._eps = native, norm_D, eps
+        self._head = torch.tensor(head.struct())
+        self._layers = torch.tensor([layer.struct() for layer in layers])
+        self._scratch_values = layers[0].qkv.out_features + max(layers[0].output.in_features, layers[0].down.in_features)
+
+    def takes(self, rows: int, cache: DenseCache) -> bool:
+        return rows <= decode_cpu.MAX_ROWS and decode_cpu.fits_block(cache.config.block_size)
+
+    def __call__(self, x_BD: Tensor, turn_BQ2: Tensor, batch: ForwardBatch, cache: DenseCache) -> tuple[Tensor, Tensor]:
+        pools_L2NJPd = cache.layers()
+        layers = self._layers
+        layers[:, -1] = pools_L2NJPd.data_ptr() + torch.arange(len(layers)) * (pools_L2NJPd.stride(0) * pools_L2NJPd.element_size())
+        table_BM, context_B, room = batch.block_table_BM.contiguous(), batch.context_lens_B.contiguous(), self._scratch_values
+        return self._native.forward(
+            x_BD, layers, self._head, self._norm_D, pools_L2NJPd, table_BM, context_B, turn_BQ2.contiguous(), room, self._eps
+        )
 
 
 class _Attention:
@@ -141,8 +176,8 @@ class _Attention:
 
 
 class _Loader:
-    def __init__(self, weights: WeightSource, dtype: torch.dtype, device: torch.device) -> None:
-        self._weights, self._dtype, self._device = weights, dtype, device
+    def __init__(self, weights: WeightSource, dtype: torch.dtype, device: torch.device, native: decode_cpu.DecodeKernels | None) -> None:
+        self._weights, self._dtype, self._device, self._native = weights, dtype, device, native
         self.num_bytes = 0
 
     def get(self, name: str) -> Tensor:
@@ -160,7 +195,7 @@ class _Loader:
             if biased:
                 bias = self.get(f"{prefix}.{name}.bias")
                 biases.append(bias if order is None else bias[order])
-        return Linear(torch.cat(weights), torch.cat(biases) if biased else None)
+        return Linear(torch.cat(weights), torch.cat(biases) if biased else None, self._native)
 
 
 def _load_layer(load: _Loader, spec: DenseSpec, index: int) -> _Layer:

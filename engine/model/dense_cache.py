@@ -32,6 +32,10 @@ class DenseCache:
         layer: Tensor = self._layers[index]
         return layer
 
+    def layers(self) -> Tensor:
+        """The pools [L, 2, N, J, P, d] of all layers."""
+        return self._kv_L2NJPd
+
     def write_rows(self, kv_rows_T: Tensor) -> Tensor:
         """Where ``write`` puts a step's tokens: rows [T * 2J] of a layer's pool seen as rows of one head; shared by all layers."""
         block_T = kv_rows_T.div(self.config.block_size, rounding_mode="floor")

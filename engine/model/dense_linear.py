@@ -6,24 +6,30 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.kernels import decode_cpu
+
 
 class Linear:
     """``x @ weight.T + bias`` for a weight [out, in]; called with x [T, in], gives [T, out].
 
-    bfloat16 on a CPU: the weight is kept in oneDNN's blocked layout, twice as fast as ``F.linear`` for one row and for sixteen
-    (measured on AVX512-BF16), and the residual sum becomes part of the product. The plain weight is not kept then.
+    bfloat16 on a CPU: with ``native`` few rows go through the compiled product, which streams the plain weight once, and many through
+    ``F.linear``, whose reordering of the weight is then a small share. Without it the weight is kept in oneDNN's blocked layout
+    instead, twice as fast as ``F.linear`` for one row and for sixteen (measured on AVX512-BF16).
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, native: decode_cpu.DecodeKernels | None = None) -> None:
         self.out_features, self.in_features = weight.shape
         self.bias = bias
-        self.packed = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _has_packed_bf16()
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()) if self.packed else weight
+        self.native = native
+        self.packed = native is None and weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _has_packed_bf16()
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()) if self.packed else weight.contiguous()
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.packed:
             result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
             return result
+        if self.native is not None and x.shape[0] <= decode_cpu.MAX_ROWS:
+            return self.native.linear(x, self.weight, self.bias)
         return functional.linear(x, self.weight, self.bias)
 
     def plus(self, x: Tensor, residual: Tensor) -> Tensor:
@@ -31,7 +37,13 @@ class Linear:
         if self.packed:
             result: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.weight, self.bias, "add")
             return result
-        return functional.linear(x, self.weight, self.bias) + residual
+        if self.native is not None and x.shape[0] <= decode_cpu.MAX_ROWS:
+            return self.native.linear(x, self.weight, self.bias, residual)
+        return functional.linear(x, self.weight, self.bias).add_(residual)
+
+    def struct(self) -> list[int]:
+        """Linear of decode_cpu.c: weight, bias, in, out."""
+        return [self.weight.data_ptr(), 0 if self.bias is None else self.bias.data_ptr(), self.in_features, self.out_features]
 
 
 def _has_packed_bf16() -> bool:

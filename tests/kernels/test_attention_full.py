@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -213,23 +211,3 @@ def test_compiled_kernels_show_nan_and_survive_large_scores(native: decode_cpu.D
     large.qkv_THd[:, :HEADS] *= 100
     large.queries[0] = large.queries[0] * 100
     torch.testing.assert_close(decode_native(native, large).float(), large.expected(), atol=1e-3, rtol=2**-7)
-
-
-def test_without_a_compiler_or_switched_off_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert decode_cpu.load(24, 1) is None
-    monkeypatch.setenv("TWINFER_NATIVE", "0")
-    assert decode_cpu.load(HEAD_DIM, 3) is None
-    monkeypatch.delenv("TWINFER_NATIVE")
-    monkeypatch.setenv("TWINFER_CACHE", str(tmp_path))
-    decode_cpu._load.cache_clear()
-    monkeypatch.setattr(shutil, "which", lambda _: None)
-    assert decode_cpu.load(32, 1) is None
-    decode_cpu._load.cache_clear()
-    monkeypatch.setattr(shutil, "which", lambda name: name)
-
-    def broken(*_: object, **__: object) -> None:
-        raise subprocess.CalledProcessError(1, "gcc")
-
-    monkeypatch.setattr(subprocess, "run", broken)
-    assert decode_cpu.load(32, 1) is None
-    decode_cpu._load.cache_clear()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import shutil
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +40,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2-yarn": {"architectures": ["Qwen2ForCausalLM"], "rope_scaling": YARN},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
 }
+needs_compiler = pytest.mark.skipif(
+    shutil.which("gcc") is None or os.environ.get("TWINFER_NATIVE") == "0", reason="the compiled kernels are optional and need gcc"
+)
 
 
 class Weights:
@@ -339,6 +344,56 @@ def test_bfloat16_stays_near_float32() -> None:
         error = (found - expected).abs()
         assert 1e-4 < float(error.mean()) < 0.03 * float(expected.std())
         assert float((found.argmax(1) == expected.argmax(1)).float().mean()) > 0.9
+
+
+@needs_compiler
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", ["llama-wide-heads", "qwen2", "qwen3", "llama-tied-biased"])
+def test_a_compiled_step_stays_near_float32(name: str, threads: int) -> None:
+    """Whole decode steps of one to seven sequences in one call, with biases, norms of heads and a vocabulary of odd size."""
+    spec = msgspec.structs.replace(spec_of(name), head_dim=16)
+    weights = Weights(spec)
+    model = DenseModel(spec, weights, dtype=torch.bfloat16, device="cpu")
+    fused = model._fused
+    assert fused is not None
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        drivers = [Driver(model, block_size=16), Driver(model, block_size=16)]
+        worlds = [[Sequence(tokens_of(40, seed=index), [3 * index + 1, 3 * index, 3 * index + 2]) for index in range(7)] for _ in drivers]
+        for driver, world in zip(drivers, worlds, strict=True):
+            driver.step([(sequence, 12 + index) for index, sequence in enumerate(world)], "none")
+        expected = [naive_logits(spec, weights, sequence.tokens) for sequence in worlds[0]]
+        for count in (1, 7, 4, 2, 7, 3, 1, 5):
+            compiled, layered = (
+                _step_with(driver, world[:count], choice) for driver, world, choice in zip(drivers, worlds, (fused, None), strict=True)
+            )
+            wanted = torch.stack([expected[index][sequence.done - 1] for index, sequence in enumerate(worlds[0][:count])])
+            error = (compiled - wanted).abs()
+            # 3 layers of roundings to 8 bits; torch's operations on the same weights are no nearer
+            assert 1e-4 < float(error.mean()) < 0.03 * float(wanted.std())
+            assert float(error.mean()) < 1.5 * float((layered - wanted).abs().mean())
+    finally:
+        torch.set_num_threads(before)
+
+
+def _step_with(driver: Driver, sequences: list[Sequence], fused: Any) -> Tensor:
+    driver.model._fused = fused
+    return driver.step([(sequence, 1) for sequence in sequences])
+
+
+@needs_compiler
+def test_a_compiled_step_shows_nan_and_gives_the_wanted_rows() -> None:
+    spec = msgspec.structs.replace(spec_of("llama"), head_dim=16)
+    model = DenseModel(spec, Weights(spec), dtype=torch.bfloat16, device="cpu")
+    driver = Driver(model, block_size=16)
+    sequences = [Sequence(tokens_of(20, seed=index), [2 * index, 2 * index + 1]) for index in range(3)]
+    driver.step([(sequence, 17) for sequence in sequences], "none")
+    assert driver.step([(sequence, 1) for sequence in sequences], "none").shape == (0, 97)
+    driver.cache.layer(1)[1, 2, 0, 4, 5] = torch.nan  # a value of the second sequence
+    nan_RV = driver.step([(sequence, 1) for sequence in sequences]).isnan()
+    assert nan_RV.all(1).tolist() == [False, True, False]
+    assert not bool(nan_RV[[0, 2]].any())
 
 
 def test_num_bytes_is_what_is_allocated() -> None:
