@@ -34,11 +34,11 @@ class Linear:
 
     def plus(self, x: Tensor, residual: Tensor) -> Tensor:
         """The product plus ``residual`` [T, out], in one operation where the device has it."""
-        if self.packed:
-            result: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.weight, self.bias, "add")
-            return result
         if self.native is not None and x.shape[0] <= decode_cpu.MAX_ROWS:
             return self.native.linear(x, self.weight, self.bias, residual)
+        if self.packed or (self.native is not None and _has_packed_bf16()):  # the operation takes plain weights as well
+            result: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.weight, self.bias, "add")
+            return result
         return functional.linear(x, self.weight, self.bias).add_(residual)
 
     def struct(self) -> list[int]:
