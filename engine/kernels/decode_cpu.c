@@ -18,9 +18,9 @@
 #define VECTORS (HEAD_DIM / LANES)
 #define MAX_BLOCK 1024
 
-typedef float f16 __attribute__((vector_size(64), aligned(4)));
-typedef uint32_t u16x32 __attribute__((vector_size(64), aligned(4)));
-typedef uint16_t u16x16 __attribute__((vector_size(32), aligned(2)));
+typedef float f16 __attribute__((vector_size(64), aligned(4), may_alias)); /* they read what was stored as other types */
+typedef uint32_t u16x32 __attribute__((vector_size(64), aligned(2), may_alias));
+typedef uint16_t u16x16 __attribute__((vector_size(32), aligned(2), may_alias));
 
 static inline f16 load(const uint16_t *p) {
     return (f16)(__builtin_convertvector(*(const u16x16 *)p, u16x32) << 16);
@@ -305,7 +305,8 @@ static void panel(float *y, const Linear *linear, const uint16_t *x, int64_t row
 /* One row of a panel, rounded, into out; `residual`, unless NULL, is added before. Fewer than LANES at the end of a row. */
 static inline void emit(uint16_t *out, f16 y, const uint16_t *residual, int64_t outs) {
     if (outs >= LANES) {
-        store(out, residual ? y + load(residual) : y);
+        if (residual) y += load(residual);
+        store(out, y);
         return;
     }
     uint16_t some[LANES] = {0};

@@ -27,7 +27,7 @@ MAX_ROWS = 64  # likewise
 _COMPILE_TIMEOUT_S = 60.0
 _DIGEST_BYTES = 32
 # No fast-math: the source says why, and NaN must stay visible, since the sampler looks for it.
-_FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
+_FLAGS: tuple[str, ...] = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
 
 
 class DecodeKernels:

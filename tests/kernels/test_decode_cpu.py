@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -17,9 +18,18 @@ from engine.kernels import decode_cpu
 needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="the compiled kernels are optional and need gcc")
 
 
-@pytest.fixture(scope="module")
-def native() -> decode_cpu.DecodeKernels:
+@pytest.fixture(scope="module", params=["this processor", "plain vectors"])
+def native(request: pytest.FixtureRequest) -> decode_cpu.DecodeKernels:
+    """As compiled here, and without AVX512-BF16's own product."""
+    flags = decode_cpu._FLAGS
+    if request.param == "plain vectors":
+        if platform.machine() != "x86_64":
+            pytest.skip("there is only the plain one")
+        decode_cpu._FLAGS = (*flags, "-mno-avx512bf16")
+    decode_cpu._load.cache_clear()
     kernels = decode_cpu.load(16, 3)
+    decode_cpu._load.cache_clear()
+    decode_cpu._FLAGS = flags
     assert kernels is not None, "there is a C compiler, but decode_cpu.c did not compile or load"
     return kernels
 

@@ -356,6 +356,8 @@ def test_a_compiled_step_stays_near_float32(name: str, threads: int) -> None:
     model = DenseModel(spec, weights, dtype=torch.bfloat16, device="cpu")
     fused = model._fused
     assert fused is not None
+    errors: list[Tensor] = []
+    layered_errors: list[Tensor] = []
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -369,10 +371,11 @@ def test_a_compiled_step_stays_near_float32(name: str, threads: int) -> None:
                 _step_with(driver, world[:count], choice) for driver, world, choice in zip(drivers, worlds, (fused, None), strict=True)
             )
             wanted = torch.stack([expected[index][sequence.done - 1] for index, sequence in enumerate(worlds[0][:count])])
-            error = (compiled - wanted).abs()
-            # 3 layers of roundings to 8 bits; torch's operations on the same weights are no nearer
-            assert 1e-4 < float(error.mean()) < 0.03 * float(wanted.std())
-            assert float(error.mean()) < 1.5 * float((layered - wanted).abs().mean())
+            errors.append((compiled - wanted).abs().flatten())
+            layered_errors.append((layered - wanted).abs().flatten())
+            assert 1e-4 < float(errors[-1].mean()) < 0.03 * float(wanted.std())  # 3 layers of roundings to 8 bits
+        # Torch's operations on the same weights are no nearer; over all rows, since a single one may be lucky.
+        assert float(torch.cat(errors).mean()) < 1.25 * float(torch.cat(layered_errors).mean())
     finally:
         torch.set_num_threads(before)
 
