@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import logging
 import os
@@ -22,7 +23,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="twinfer",
         description="A real LLM inference engine built from trio actors, and its digital twin.",
-        epilog="Exit codes: 0 ok, 1 fault, 2 usage, 3 infeasible or SLO not met, 130 interrupted.",
+        epilog="Exit codes: 0 ok, 1 fault, 2 usage, 130 interrupted, 143 terminated.",
     )
     parser.add_argument("--version", action="version", version=f"twinfer {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -32,6 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the return value is the exit code. Errors meant for people are one line on stderr (or JSON with ``--json``)."""
+    _open_standard_streams()
     arguments = build_parser().parse_args(argv)
     level = getattr(arguments, "log_level", None) or os.environ.get("TWINFER_LOG_LEVEL", "warning")
     if level.upper() not in logging.getLevelNamesMapping():
@@ -47,10 +49,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report(arguments, error, EXIT_USAGE)
     except (CapacityError, TwinferError) as error:
         return _report(arguments, error, EXIT_FAULT)
-    except BrokenPipeError:
-        # The reader of our output has gone; without this Python complains again while it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        # The reader of our output has gone, or a disk is full; without this Python complains again while it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        if not isinstance(error, BrokenPipeError):
+            print(f"twinfer {arguments.command}: {error}", file=sys.stderr)
         return EXIT_FAULT
+
+
+def _open_standard_streams() -> None:
+    """Make 0, 1 and 2 usable: a closed one would become some other file's number, and texts are UTF-8 whatever the locale says."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            descriptor = open(1 if name == "stdout" else 2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+            setattr(sys, name, descriptor)
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
 
 
 def _run(arguments: argparse.Namespace) -> int:

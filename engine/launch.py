@@ -72,9 +72,9 @@ def plan_launch(options: Resolved, spec: ModelSpec, model: str) -> Launch:
     dtype = _auto_dtype(spec, device) if options["dtype"] == "auto" else options["dtype"]
     budget_bytes = int(device.free_bytes * options["mem_fraction_static"])
     if device.device == "cpu":
-        budget_bytes = min(int(budget_bytes * CPU_SHARE), held_weight_bytes(spec, dtype, device.device) + CPU_KV_BYTES)
-    cache = _cache_config(options, spec, dtype, device.device, budget_bytes)
-    memory = plan_memory(spec, cache, dtype, device.device)
+        budget_bytes = min(int(budget_bytes * CPU_SHARE), held_weight_bytes(spec, dtype) + CPU_KV_BYTES)
+    cache = _cache_config(options, spec, dtype, budget_bytes)
+    memory = plan_memory(spec, cache, dtype)
     if memory.total_bytes > device.free_bytes:
         raise ConfigError(
             f"weights {memory.weight_bytes} B and KV {memory.cache_bytes} B exceed the {device.free_bytes} B free on {device.device}; "
@@ -100,8 +100,8 @@ def plan_launch(options: Resolved, spec: ModelSpec, model: str) -> Launch:
         device=device.device,
         layout=options["layout"],
         load_format=options["load_format"],
-        random_seed=options["random_seed"],
-        num_threads=options["num_threads"] or (os.cpu_count() or 1),
+        random_seed=options["random_seed"] or 0,
+        num_threads=options["num_threads"] or len(os.sched_getaffinity(0)),
         cache_rounding=options["cache_rounding"] == "on",
         engram=options["engram"],
     )
@@ -118,7 +118,7 @@ def plan_launch(options: Resolved, spec: ModelSpec, model: str) -> Launch:
         ),
         gateway=GatewayConfig(
             max_requests=options["max_waiting_requests"] + options["max_running_requests"],
-            seed=options["random_seed"] if options.origins["random_seed"] != "default" else None,
+            seed=options["random_seed"],
         ),
     )
     config.validate()
@@ -143,7 +143,7 @@ def _refuse_what_is_not_built(options: Resolved, layout: Deployment) -> None:
             )
 
 
-def _cache_config(options: Resolved, spec: ModelSpec, dtype: str, device: str, budget_bytes: int) -> CacheConfig:
+def _cache_config(options: Resolved, spec: ModelSpec, dtype: str, budget_bytes: int) -> CacheConfig:
     block_size = options["block_size"]
     multiple = smallest_block_multiple(spec)
     if block_size % multiple:
@@ -176,7 +176,7 @@ def _cache_config(options: Resolved, spec: ModelSpec, dtype: str, device: str, b
     else:
         # More blocks than every slot at full length could use would only cost memory.
         useful = max_running * base.max_blocks_per_sequence
-        num_blocks = min(blocks_for(spec, base, dtype, device, budget_bytes), useful)
+        num_blocks = min(blocks_for(spec, base, dtype, budget_bytes), useful)
     changes: dict[str, Any] = {"num_blocks": num_blocks}
     if options["context_length"] is None:
         changes["context_length"] = min(base.context_length, num_blocks * block_size)

@@ -11,10 +11,10 @@ import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from engine.core.errors import ConfigError
+from engine.reading import read_text
 
 ENVIRONMENT_PREFIX = "TWINFER_"
 MAX_CONFIG_BYTES = 1 << 20
@@ -47,12 +47,12 @@ class Option:
         if self.kind is bool:
             return self._switch(value, where)
         if isinstance(value, bool):
-            raise ConfigError(f"{where} is {value!r}; needed: {self._allowed()}")
+            raise ConfigError(f"{where} is {_brief(value)}; needed: {self._allowed()}")
         converted = self._convert(value, where)
         if self.choices and converted not in self.choices:
-            raise ConfigError(f"{where} is {value!r}; needed: {self._allowed()}")
-        if not isinstance(converted, str) and not (math.isfinite(converted) and self.low <= converted <= self.high):
-            raise ConfigError(f"{where} is {value!r}; needed: {self._allowed()}")
+            raise ConfigError(f"{where} is {_brief(value)}; needed: {self._allowed()}")
+        if not isinstance(converted, str) and not self.low <= converted <= self.high:  # NaN fails too
+            raise ConfigError(f"{where} is {_brief(value)}; needed: {self._allowed()}")
         return converted
 
     def _convert(self, value: object, where: str) -> int | float | str:
@@ -65,8 +65,8 @@ class Option:
                     raise ValueError
                 return int(value)  # type: ignore[call-overload,no-any-return]
             return float(value)  # type: ignore[arg-type]
-        except (TypeError, ValueError):
-            raise ConfigError(f"{where} is {value!r}; needed: {self._allowed()}") from None
+        except (TypeError, ValueError, OverflowError):
+            raise ConfigError(f"{where} is {_brief(value)}; needed: {self._allowed()}") from None
 
     def _switch(self, value: object, where: str) -> bool:
         words = {"1": True, "true": True, "on": True, "yes": True, "0": False, "false": False, "off": False, "no": False}
@@ -82,8 +82,22 @@ class Option:
         noun = {int: "an integer", float: "a number", str: "a text"}.get(self.kind, "a value")
         if math.isinf(self.low) and math.isinf(self.high):
             return noun
-        high = "up" if math.isinf(self.high) else f"{self.high:g}"
-        return f"{noun} from {self.low:g} {'' if high == 'up' else 'to '}{high}"
+        if math.isinf(self.high):
+            return f"{noun} from {_plain(self.low)} up"
+        return f"{noun} from {_plain(self.low)} to {_plain(self.high)}"
+
+
+def _brief(value: object) -> str:
+    """A value for a message: a refused one may be of any length."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python prints
+        text = "a very large integer"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _plain(number: float) -> str:
+    return str(int(number)) if float(number).is_integer() else f"{number:g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +119,7 @@ class Resolved:
 
 
 def _shown(value: object) -> str:
-    return "auto" if value is None else str(value)
+    return "auto" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def add_arguments(parser: argparse.ArgumentParser, options: Sequence[Option], title: str) -> None:
@@ -125,9 +139,16 @@ def add_arguments(parser: argparse.ArgumentParser, options: Sequence[Option], ti
             group.add_argument(*flags, dest=option.key, default=None, metavar=metavar, help=text)
 
 
-def resolve(options: Sequence[Option], arguments: Mapping[str, Any], environment: Mapping[str, str], config_file: str | None) -> Resolved:
-    """Merge the four origins. Raises ConfigError for a bad value, an unreadable file or a key nobody knows."""
-    file_values = read_config_file(config_file, {option.key for option in options}) if config_file else {}
+def resolve(
+    options: Sequence[Option],
+    arguments: Mapping[str, Any],
+    environment: Mapping[str, str],
+    config_file: str | None,
+    known: Sequence[Option] = (),
+) -> Resolved:
+    """Merge the four origins. Raises ConfigError for a bad value, an unreadable file or a key that is neither in ``options`` nor in
+    ``known`` (other commands' options, so that one file serves them all)."""
+    file_values = read_config_file(config_file, {option.key for option in (*options, *known)}) if config_file else {}
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for option in options:
@@ -148,11 +169,8 @@ def resolve(options: Sequence[Option], arguments: Mapping[str, Any], environment
 def read_config_file(path: str, known: set[str]) -> dict[str, object]:
     """Read a flat TOML file; keys may be written with dashes or underscores."""
     try:
-        file = Path(path)
-        if file.stat().st_size > MAX_CONFIG_BYTES:
-            raise ConfigError(f"--config {path}: larger than {MAX_CONFIG_BYTES} bytes")
-        values = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        values = tomllib.loads(read_text(path, MAX_CONFIG_BYTES))
+    except (ValueError, RecursionError) as error:  # also integers of more digits than Python parses
         raise ConfigError(f"--config {path}: {error}") from None
     result = {key.replace("-", "_"): value for key, value in values.items()}
     unknown = sorted(set(result) - known)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +57,7 @@ def test_help_is_printed(capsys: pytest.CaptureFixture[str], command: list[str])
         (["generate", ENGRAM], ["--prompt"]),
         (["generate", ENGRAM, "--prompt", "x", "--temperature", "-1"], ["--temperature", "'-1'", "0 to 100"]),
         (["generate", ENGRAM, "--prompt", "x", "--layout", "tp1dp3ep2"], ["ep 2 does not divide"]),
-        (["generate", ENGRAM, "--prompt", "x", "--layout", "tp1dp2ep2"], ["tp1dp2ep2", "predicted but not run"]),
+        (["generate", ENGRAM, "--prompt", "x", "--layout", "tp1dp2ep2"], ["tp1dp2ep2", "this release runs one worker"]),
         (["generate", ENGRAM, "--prompt", "x", "--engram", "host"], ["--engram host"]),
         (["generate", ENGRAM, "--prompt", "x", "--redundant-experts", "2"], ["--redundant-experts 2"]),
         (["generate", ENGRAM, "--prompts-file", "/no/such/file"], ["/no/such/file"]),
@@ -66,6 +68,16 @@ def test_help_is_printed(capsys: pytest.CaptureFixture[str], command: list[str])
         (["check", ENGRAM, "--max-total-tokens", "5"], ["--max-total-tokens is 5", "128"]),
         (["bench", "steps", ENGRAM, "--batch-sizes", "1,x"], ["--batch-sizes", "1,x"]),
         (["bench", "steps", ENGRAM, "--context", "0"], ["--context is 0"]),
+        (["generate", ENGRAM, "--prompt", "x", "--max-tokens", "9" * 400], ["--max-tokens", "1 to 16777216"]),
+        (["generate", ENGRAM, "--prompt", "x", "--top-p", "0"], ["--top-p"]),
+        (["generate", ENGRAM, "--prompt", "x", "--n", "0"], ["n is 0", "1 to 128"]),
+        (["generate", ENGRAM, "--prompts-file", "/dev/zero"], ["/dev/zero", "longer than"]),
+        (["check", ENGRAM, "--config", "/dev/zero"], ["/dev/zero", "longer than"]),
+        (["bench", "steps", ENGRAM, "--batch-sizes", "9" * 5000], ["--batch-sizes"]),
+        (["bench", "steps", ENGRAM, "--context", "100000"], ["--context 100000", "4096"]),
+        (["logits", ENGRAM, "--inputs", "x", "--out", "/dev/full"], ["/dev/full", "not a regular file"]),
+        (["logits", ENGRAM, "--inputs", "x", "--out", "/no/such/folder/o"], ["/no/such/folder"]),
+        (["logits", ENGRAM, "--inputs", "x", "--out", "o", "--device", "foo"], ["--device", "'foo'"]),
         (["model", "get", "nothing"], ["nothing", "smollm2-135m"]),
     ],
 )
@@ -96,11 +108,50 @@ def test_print_config_shows_origins(capsys: pytest.CaptureFixture[str], monkeypa
 
 def test_prompts_files_are_checked_line_by_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
-    for text, part in (('{"prompt": "a"}\n{"prompt": 3}\n', "line 2"), ("nonsense\n", "line 1"), ("\n", "no prompt")):
+    long = "9" * 5000
+    cases = (
+        ('{"prompt": "a"}\n{"prompt": 3}\n', "line 2"), ("nonsense\n", "line 1"), ("\n", "no prompt"), (f'{{"prompt": {long}}}', "line 1"),
+        ('{"prompt": "a", "n": "x"}', "n is 'x'"),
+        ('{"prompt": "a", "n": null}', "n is None"), ('{"prompt": "a", "nonsense": 1}', "nonsense"),
+        ('{"prompt": "a", "temperature": ' + "9" * 400 + "}", "--temperature"),
+    )  # fmt: skip
+    for text, part in cases:
         file.write_text(text)
         code, _, err = run(capsys, "generate", ENGRAM, "--prompts-file", str(file))
         assert code == 2
         assert part in err
+
+
+def test_one_config_file_serves_every_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = tmp_path / "c.toml"
+    config.write_text("max-tokens = 10\nblock-size = 64\n")
+    assert run_json(capsys, "check", ENGRAM, "--config", str(config))["non_default"]["block_size"] == 64
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "nested"),
+    [("bos_token_id", 99999, False), ("eos_token_id", 99999, False), ("engram_pad_token_id", 99999, True), ("rms_norm_eps", 10**400, True)],
+)
+def test_numbers_of_a_model_folder_are_bounded(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, key: str, value: int, nested: bool
+) -> None:
+    config = json.loads((Path(ENGRAM) / "config.json").read_text())
+    (config["text_config"] if nested else config)[key] = value
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, _, err = run(capsys, "check", str(tmp_path))
+    assert code == 2
+    assert key in err
+    assert len(err) < 600
+
+
+def test_closed_or_full_standard_streams_are_no_traceback() -> None:
+    command = f"{sys.executable} -m twinfer check {ENGRAM}"
+    for redirection, code in ((">/dev/full", 1), (">&-", 0), ("2>&-", 0), ("<&-", 0)):
+        done = subprocess.run(
+            ["sh", "-c", f"{command} {redirection}"], capture_output=True, text=True, cwd=FIXTURES.parents[1], check=False
+        )
+        assert done.returncode == code, (redirection, done.stderr)
+        assert "Traceback" not in done.stderr
 
 
 def test_check_and_show_agree_on_memory(capsys: pytest.CaptureFixture[str]) -> None:

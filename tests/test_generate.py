@@ -72,7 +72,8 @@ def test_samples_stop_strings_logprobs_and_token_prompts(tmp_path: Path) -> None
     prompts.write_text("\n".join(json.dumps(line) for line in lines))
     outputs = run_json("--prompts-file", str(prompts))["outputs"]
     assert len({output["text"] for output in outputs[:3]}) == 3
-    assert {output["seed"] for output in outputs[:3]} == {5}
+    assert [output["seed"] for output in outputs[:3]] == [5, 6, 7]
+    assert all(output["usage"]["completion_tokens"] == len(output["token_ids"]) for output in outputs)
     stopped = outputs[3]
     assert stopped["finish_reason"] == "stop"
     assert stopped["stop_reason"] == "king"

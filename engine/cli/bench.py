@@ -69,6 +69,11 @@ def run(arguments: argparse.Namespace) -> int:
     for batch in batch_sizes:
         sized = _with_room(options, batch, arguments.context + arguments.new_tokens)
         launch = plan_launch(sized, model.spec, arguments.model)
+        if arguments.context + arguments.new_tokens > launch.config.scheduler.context_tokens:
+            raise ConfigError(
+                f"--context {arguments.context} and --new-tokens {arguments.new_tokens} exceed the "
+                f"{launch.config.scheduler.context_tokens} tokens a request may have"
+            )
         point = trio.run(_measure, launch, batch, arguments, False)
         if arguments.components:
             point["components"] = trio.run(_measure, launch, batch, arguments, True)["components"]
@@ -86,8 +91,10 @@ def run(arguments: argparse.Namespace) -> int:
 def parse_batch_sizes(text: str) -> list[int]:
     """Raises ConfigError for anything but a list of positive integers."""
     parts = text.split(",")
-    if len(parts) > MAX_BATCH_SIZES or not all(part.strip().isdecimal() and 1 <= int(part) <= 65536 for part in parts):
-        raise ConfigError(f"--batch-sizes is {text!r}; needed: at most {MAX_BATCH_SIZES} integers from 1 to 65536, separated by commas")
+    if len(parts) > MAX_BATCH_SIZES or not all(part.strip().isdecimal() and len(part) <= 8 and 1 <= int(part) <= 65536 for part in parts):
+        raise ConfigError(
+            f"--batch-sizes is {text[:80]!r}; needed: at most {MAX_BATCH_SIZES} integers from 1 to 65536, separated by commas"
+        )
     return [int(part) for part in parts]
 
 
@@ -112,7 +119,7 @@ class StepRecorder:
         self.results: list[StepResult] = []
         self.plans: list[StepPlan] = []
         self.num_finished: list[int] = []
-        self._finished = 0
+        self.finished = 0
 
     def planned(self, plan: StepPlan, now_s: float) -> None: ...
 
@@ -120,10 +127,10 @@ class StepRecorder:
         self.commit_s.append(now_s)
         self.plans.append(plan)
         self.results.append(result)
-        self.num_finished.append(self._finished)
+        self.num_finished.append(self.finished)
 
     def events(self, events: Sequence[Event]) -> None:
-        self._finished += sum(isinstance(event, Finished) for event in events)
+        self.finished += sum(isinstance(event, Finished) for event in events)
 
 
 async def _measure(launch: Launch, batch: int, arguments: argparse.Namespace, time_components: bool) -> dict[str, Any]:
@@ -137,14 +144,9 @@ async def _measure(launch: Launch, batch: int, arguments: argparse.Namespace, ti
     num_ranks = config.scheduler.num_ranks
     requests = _requests(arguments, batch * num_ranks, launch.spec.vocab_size)
     async with open_engine(config, None, handle_signals=True, observers=(recorder,)) as engine:
-        if arguments.context + arguments.new_tokens > engine.context_length:
-            raise ConfigError(
-                f"--context {arguments.context} and --new-tokens {arguments.new_tokens} exceed the {engine.context_length} tokens "
-                "a request may have"
-            )
         await _warm_up(engine, launch.spec.vocab_size, arguments)
         first = len(recorder.commit_s)
-        finished_before = recorder._finished
+        finished_before = recorder.finished
         limiter = trio.CapacityLimiter(batch * num_ranks)
         async with trio.open_nursery() as nursery:
             for prompt, new_tokens in requests:
@@ -164,12 +166,12 @@ def _requests(arguments: argparse.Namespace, concurrency: int, vocab_size: int) 
     if arguments.method == "first-batches":
         shared = prompt(arguments.context)
         count = concurrency * (FIRST_BATCHES + WARM_UP_STEPS if arguments.new_tokens == 1 else 1)
-        # Distinct last tokens: the same work in every request, without a prefix hit that would skip it.
+        # Distinct first tokens: the same work in every request, without a prefix hit that would skip it.
         return [((*prompt(1), *shared[1:]), max(arguments.new_tokens, FIRST_BATCHES + WARM_UP_STEPS) if arguments.new_tokens > 1 else 1)
                 for _ in range(count)]  # fmt: skip
     requests = []
     for _ in range(max(concurrency * WINDOW_REQUESTS_PER_SLOT, 10)):
-        # Uniform in +-20 % around the nominal length, the nominal being what is reported.
+        # Lengths uniform from 80 % of the nominal one up to it, as in the public closed-loop benchmarks; the means are reported.
         length = max(1, round(arguments.context * draw.uniform(0.8, 1.0)))
         new = arguments.new_tokens if arguments.new_tokens == 1 else max(2, round(arguments.new_tokens * draw.uniform(0.8, 1.0)))
         requests.append((prompt(length), new))

@@ -32,7 +32,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser, extra: Sequence[Option
 
 
 def resolve_options(arguments: argparse.Namespace, extra: Sequence[Option] = ()) -> Resolved:
-    return resolve((*ENGINE_OPTIONS, *extra), vars(arguments), os.environ, arguments.config)
+    return resolve((*ENGINE_OPTIONS, *extra), vars(arguments), os.environ, arguments.config, known=SAMPLING_OPTIONS)
 
 
 def print_config(options: Resolved, as_json: bool) -> int:
@@ -50,7 +50,7 @@ def sampling_params(options: Resolved, **overrides: Any) -> SamplingParams:
     for key, value in overrides.items():
         if key not in known:
             raise RequestError(f"{key} is not a sampling option; known: {', '.join(sorted(known))}", param=key)
-        values[key] = known[key].parse(value, "prompts file")
+        values[key] = None if value is None and known[key].default is None else known[key].parse(value, "prompts file")
     return SamplingParams(**values)
 
 

@@ -6,9 +6,9 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import trio
 
 from engine.cli.common import (
@@ -21,6 +21,8 @@ from engine.cli.common import (
 )
 from engine.config import SAMPLING_OPTIONS
 from engine.core.errors import CapacityError, RequestError, TwinferError
+from engine.core.sampling import MAX_SEED
+from engine.reading import read_text
 
 if TYPE_CHECKING:
     from engine.actors.config import EngineConfig
@@ -71,22 +73,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def read_prompts(path: str) -> list[dict[str, Any]]:
     """Entries of a prompts file, every line checked. Raises RequestError naming the line."""
-    if path == "-":
-        text = sys.stdin.read(MAX_PROMPTS_FILE_BYTES + 1)
-    else:
-        try:
-            if Path(path).stat().st_size > MAX_PROMPTS_FILE_BYTES:
-                raise RequestError(f"{path}: larger than {MAX_PROMPTS_FILE_BYTES} bytes", param="prompts-file")
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise RequestError(f"{path}: {error}", param="prompts-file") from None
+    text = read_text(path, MAX_PROMPTS_FILE_BYTES, RequestError).removeprefix("\ufeff")
     entries: list[dict[str, Any]] = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # not splitlines: JSON may hold U+2028 as it is
         if not line.strip():
             continue
         try:
             entry = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise RequestError(f"{path}, line {number}: not JSON ({error})", param="prompts-file") from None
         if isinstance(entry, str):
             entry = {"prompt": entry}
@@ -220,8 +214,8 @@ def _print(
                     "logprobs": sample.logprobs if generation.params.logprobs is not None else None,
                     "finish_reason": sample.finish_reason,
                     "stop_reason": sample.stop_reason,
-                    "seed": completion.seed,
-                    "usage": completion.usage,
+                    "seed": (completion.seed + index) % (MAX_SEED + 1),
+                    "usage": msgspec.structs.replace(completion.usage, completion_tokens=len(sample.token_ids)),
                 }
             )
     num_tokens = sum(len(output.get("token_ids", ())) for output in outputs)

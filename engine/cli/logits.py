@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.core.errors import ConfigError, RequestError
 from engine.core.plan import PlanItem, RankPlan, SequenceStart
 from engine.core.sampling import SamplingParams
+from engine.device import resolve_device
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,17 +48,20 @@ def run(arguments: argparse.Namespace) -> int:
         if value is not None and not low <= value <= MAX_PACKED_TOKENS:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; needed: an integer from {low} to {MAX_PACKED_TOKENS}")
     import torch  # heavy, and only this command's run needs it
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     from engine.core.cache_config import CacheConfig
     from engine.model.load import load_model
     from engine.model.runner import Runner
 
+    check_output(arguments.out, arguments.inputs)
+    device = resolve_device(arguments.device).device
     sequences = read_inputs(arguments.inputs)
     loaded = load_model(
         arguments.model,
         dtype=getattr(torch, arguments.dtype),
-        device=torch.device(arguments.device),
+        device=torch.device(device),
         cache_rounding=arguments.cache_rounding == "on",
     )
     vocab_size = loaded.model.spec.vocab_size
@@ -82,11 +87,25 @@ def run(arguments: argparse.Namespace) -> int:
     }
     if arguments.greedy:
         tensors["greedy.ids"] = driver.continue_greedily([chunk[-1] for chunk in rows], arguments.greedy)
-    save_file(tensors, arguments.out)
+    try:
+        save_file(tensors, arguments.out)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"--out {arguments.out}: {error}") from None
     if arguments.json:
         shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
         print(json.dumps({"model": loaded.model.spec.name, "out": arguments.out, "tensors": shapes, "steps": driver.step}))
     return 0
+
+
+def check_output(out: str, inputs: str) -> None:
+    """Refuse, before any work, an --out that cannot be written or would replace something else: the file is renamed into place."""
+    path = Path(out)
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"--out {out}: {path.parent} is not a folder that can be written to")
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"--out {out}: not a regular file")
+    if path.exists() and Path(inputs).exists() and path.samefile(inputs):
+        raise ConfigError(f"--out {out}: the same file as --inputs")
 
 
 def read_inputs(path: str) -> list[list[int]]:
@@ -110,8 +129,8 @@ def read_inputs(path: str) -> list[list[int]]:
             f"needed: [B, Lmax] and [B], B from 1 to {MAX_SEQUENCES}",
             param="input_ids",
         )
-    if ids_BL.is_floating_point() or lengths_B.is_floating_point():
-        raise RequestError(f"{path}: input_ids and lengths must be integers", param="input_ids")
+    if any(str(tensor.dtype) not in ("torch.int64", "torch.int32") for tensor in (ids_BL, lengths_B)):
+        raise RequestError(f"{path}: input_ids and lengths must be integers (int64 or int32)", param="input_ids")
     lengths = lengths_B.tolist()
     if min(lengths) < 1 or max(lengths) > ids_BL.shape[1] or sum(lengths) > MAX_PACKED_TOKENS:
         raise RequestError(

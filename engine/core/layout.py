@@ -110,14 +110,14 @@ class Deployment(msgspec.Struct, frozen=True):
                 group.unit.validate_for(spec)
 
     def why_not_runnable(self) -> str | None:
-        """What of this layout the engine cannot run yet, though it can be predicted; None where it runs."""
+        """What of this layout the engine cannot run yet; None where it runs."""
         unit = self.decode.unit
         if self.prefill is not None:
-            return f"layout {self}: a prefill/decode split can be predicted but not run yet"
+            return f"layout {self}: a prefill/decode split is not run by this release"
         if unit.pp > 1:
-            return f"layout {self}: pipeline parallelism (pp{unit.pp}) can be predicted but not run yet"
+            return f"layout {self}: pipeline parallelism (pp{unit.pp}) is not run by this release"
         if self.num_gpus > 1:
-            return f"layout {self}: this release runs one worker (tp1dp1ep1); {self.num_gpus} GPUs can be predicted but not run yet"
+            return f"layout {self}: this release runs one worker (tp1dp1ep1), not {self.num_gpus}"
         return None
 
 

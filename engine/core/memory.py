@@ -44,18 +44,17 @@ class MemoryPlan(msgspec.Struct, frozen=True):
         return self.weight_bytes + self.cache_bytes
 
 
-def held_weight_bytes(spec: ModelSpec, dtype: str, device: str) -> int:
+def held_weight_bytes(spec: ModelSpec, dtype: str) -> int:
     """Bytes of the weights as a worker holds them, which is a little more than the checkpoint's.
 
     V4.1: the float32 parts of the maths are kept in float32 (head, router, ratio-2 compressor, Markov and confidence heads), and Engram's
-    two gate gains are folded into one. Dense on a CPU: a tied bfloat16 head is packed for the matrix product, a copy of the embedding.
+    two gate gains are folded into one. Dense: each weight once, a tied head shared with the embedding.
     """
     element = DTYPE_BYTES[dtype]
     total = weight_bytes(spec, element)
     tensors = expected_tensors(spec)
     if isinstance(spec, DenseSpec):
-        packed = spec.tie_word_embeddings and dtype == "bfloat16" and device == "cpu"
-        return total + (spec.vocab_size * spec.hidden_size * element if packed else 0)
+        return total
     for name, tensor in tensors.items():
         if tensor.kind == FP32:
             continue
@@ -97,10 +96,10 @@ def fixed_cache_bytes(spec: ModelSpec, config: CacheConfig, dtype: str) -> int:
     return rows * spec.num_window_layers * spec.head_dim * element + pair_layers * pair_rows * 2 * spec.head_dim * _STATE_BYTES
 
 
-def plan_memory(spec: ModelSpec, config: CacheConfig, dtype: str, device: str) -> MemoryPlan:
-    """The prediction for a cache of ``config``'s sizes on a torch ``device``."""
+def plan_memory(spec: ModelSpec, config: CacheConfig, dtype: str) -> MemoryPlan:
+    """The prediction for a cache of ``config``'s sizes."""
     return MemoryPlan(
-        weight_bytes=held_weight_bytes(spec, dtype, device),
+        weight_bytes=held_weight_bytes(spec, dtype),
         block_size=config.block_size,
         block_bytes=block_bytes(spec, config.block_size, dtype),
         fixed_cache_bytes=fixed_cache_bytes(spec, config, dtype),
@@ -108,9 +107,9 @@ def plan_memory(spec: ModelSpec, config: CacheConfig, dtype: str, device: str) -
     )
 
 
-def blocks_for(spec: ModelSpec, config: CacheConfig, dtype: str, device: str, budget_bytes: int) -> int:
+def blocks_for(spec: ModelSpec, config: CacheConfig, dtype: str, budget_bytes: int) -> int:
     """Blocks that fit beside the weights. Raises ConfigError with the sum and two remedies where not even one does."""
-    plan = plan_memory(spec, config, dtype, device)
+    plan = plan_memory(spec, config, dtype)
     left = budget_bytes - plan.weight_bytes - plan.fixed_cache_bytes
     if left < plan.block_bytes:
         raise ConfigError(

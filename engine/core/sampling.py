@@ -12,6 +12,7 @@ MAX_TOP_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_SEED = 2**63 - 1
+MIN_REPETITION_PENALTY = 1e-6  # logits are divided by it and must stay finite
 MAX_TOKENS_LIMIT = 1 << 24
 
 
@@ -46,7 +47,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
         _real("top_p", self.top_p, 0.0, 1.0, exclusive_low=True)
         _int("top_k", self.top_k, 0, 1 << 31)
         _real("min_p", self.min_p, 0.0, 1.0)
-        _real("repetition_penalty", self.repetition_penalty, 0.0, 100.0, exclusive_low=True)
+        _real("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 100.0)
         _real("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None:
@@ -78,7 +79,7 @@ def _int(name: str, value: int, low: int, high: int) -> None:
 
 
 def _real(name: str, value: float, low: float, high: float, *, exclusive_low: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or (isinstance(value, float) and not math.isfinite(value)):
         _refuse(name, value, "a finite number")
     if value > high or value < low or (exclusive_low and value == low):
         _refuse(name, value, f"{'more than ' if exclusive_low else 'from '}{low} to {high}")

@@ -62,10 +62,6 @@ class EngramSpec(msgspec.Struct, frozen=True):
     def num_columns(self) -> int:
         return (self.max_ngram - 1) * self.heads_per_order
 
-    @property
-    def lookback_tokens(self) -> int:
-        return self.max_ngram - 1
-
 
 class DSparkSpec(msgspec.Struct, frozen=True):
     """The block draft head: ``num_layers`` window-only layers that propose ``block_size`` tokens at once."""
@@ -177,6 +173,14 @@ class V41Spec(msgspec.Struct, frozen=True, tag="v41"):
             raise ConfigError(f"qk_rope_head_dim {self.rope_dim} exceeds head_dim {self.head_dim} or index_head_dim {self.index_head_dim}")
         if self.experts_per_token > self.num_experts:
             raise ConfigError(f"num_experts_per_tok {self.experts_per_token} exceeds n_routed_experts {self.num_experts}")
+        ids = [("bos_token_id", self.bos_token_id), ("pad_token_id", self.pad_token_id)]
+        if self.engram:
+            ids.append(("engram_pad_token_id", self.engram.pad_token_id))
+        if self.dspark:
+            ids.append(("dspark_noise_token_id", self.dspark.noise_token_id))
+            if self.dspark.experts_per_token > self.dspark.num_experts:
+                raise ConfigError(f"dspark_num_experts_per_tok {self.dspark.experts_per_token} exceeds {self.dspark.num_experts} experts")
+        _check_token_ids(self.vocab_size, ids, self.eos_token_ids)
 
 
 class DenseSpec(msgspec.Struct, frozen=True, tag="dense"):
@@ -215,9 +219,17 @@ class DenseSpec(msgspec.Struct, frozen=True, tag="dense"):
     def validate(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}")
+        _check_token_ids(self.vocab_size, [("bos_token_id", self.bos_token_id), ("pad_token_id", self.pad_token_id)], self.eos_token_ids)
 
 
 ModelSpec = Union[V41Spec, DenseSpec]
+
+
+def _check_token_ids(vocab_size: int, ids: list[tuple[str, int | None]] | list[tuple[str, int]], eos_token_ids: tuple[int, ...]) -> None:
+    """Raise ConfigError for an id outside the vocabulary: it would be an index error in the middle of a step."""
+    for name, token in (*ids, *(("eos_token_id", token) for token in eos_token_ids)):
+        if token is not None and not 0 <= token < vocab_size:
+            raise ConfigError(f"{name} is {token}; allowed: 0 to {vocab_size - 1}")
 
 
 def _nearest(sources: tuple[int, ...], layer: int, name: str) -> int:

@@ -55,7 +55,8 @@ class DenseModel:
         self._embed_VD = load.get("model.embed_tokens.weight").contiguous()
         self._layers = [_load_layer(load, spec, layer) for layer in range(spec.num_layers)]
         self._norm_D = load.get("model.norm.weight")
-        self._head = Linear(self._embed_VD if spec.tie_word_embeddings else load.get("lm_head.weight"), native=self._native)
+        tied = spec.tie_word_embeddings
+        self._head = Linear(self._embed_VD if tied else load.get("lm_head.weight"), native=self._native, shared=tied)
         self._fused = None if self._native is None else _Fused(self._native, self._layers, self._norm_D, self._head, spec.rms_norm_eps)
         self.frequency_Q = rope_frequencies(spec.head_dim, spec.rope_theta, spec.rope_scaling).to(self.device)
         self._num_bytes = load.num_bytes
@@ -65,9 +66,8 @@ class DenseModel:
         return DenseCache(self.spec, config, dtype=self.dtype, device=self.device)
 
     def num_bytes(self) -> int:
-        """Device bytes of the weights as held; a packed head tied to the embedding is a second copy of it."""
-        copies = 2 if self._head.packed and self.spec.tie_word_embeddings else 1
-        return self._num_bytes + (copies - 1) * self._embed_VD.numel() * self._embed_VD.element_size()
+        """Device bytes of the weights as held, each once."""
+        return self._num_bytes
 
     def draft(self, request: DraftRequest, cache: KVCache) -> DraftOutput:  # noqa: ARG002 (the protocol's signature)
         raise ConfigError(f"{self.spec.name}: a {self.spec.architecture} has no draft head")

@@ -17,11 +17,15 @@ class Linear:
     instead, twice as fast as ``F.linear`` for one row and for sixteen (measured on AVX512-BF16).
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, native: decode_cpu.DecodeKernels | None = None) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, native: decode_cpu.DecodeKernels | None = None, *, shared: bool = False
+    ) -> None:
+        """A ``shared`` weight has another user (the embedding): it is not packed, which would be a second copy of it."""
         self.out_features, self.in_features = weight.shape
         self.bias = bias
         self.native = native
-        self.packed = native is None and weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _has_packed_bf16()
+        may_pack = native is None and not shared
+        self.packed = may_pack and weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _has_packed_bf16()
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()) if self.packed else weight.contiguous()
 
     def __call__(self, x: Tensor) -> Tensor:

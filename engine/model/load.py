@@ -89,8 +89,11 @@ def _token_map(files: ModelFiles, load_format: LoadFormat) -> Tensor | None:
             if "token_map" not in file.keys():  # noqa: SIM118 (the handle is not a dict)
                 raise ConfigError(f"{stored}: tensor token_map is missing; found: {', '.join(sorted(file.keys()))}")
             token_map: Tensor = file.get_tensor("token_map")
-        if token_map.dim() != 1 or token_map.is_floating_point() or token_map.numel() == 0 or int(token_map.min()) < 0:
-            raise ConfigError(f"{stored}: token_map is {token_map.dtype} {list(token_map.shape)}; expected non-negative integers [vocab]")
+        integers = token_map.dtype in (torch.int64, torch.int32)
+        if token_map.dim() != 1 or not integers or token_map.shape[0] != files.spec.vocab_size or int(token_map.min()) < 0:
+            raise ConfigError(
+                f"{stored}: token_map is {token_map.dtype} {list(token_map.shape)}; expected integers >= 0 [{files.spec.vocab_size}]"
+            )
         return token_map
     if files.tokenizer_json is not None:
         from tokenizers import Tokenizer
