@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ import trio
 
 from engine.cli.common import (
     add_engine_arguments,
+    human_bytes,
     log,
     print_config,
     print_json,
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from engine.options import Resolved
     from engine.tokenizer import Tokenizer
 
+_logger = logging.getLogger("twinfer")
 MAX_PROMPTS = 65536
 MAX_SAMPLES = 128  # the gateway's bound too
 MAX_PROMPTS_FILE_BYTES = 256 << 20
@@ -134,6 +137,7 @@ async def _generate(
     try:
         async with open_engine(config, tokenizer, handle_signals=True) as engine:
             ready_s = trio.current_time() - start_s
+            _logger.info("ready in %.1f s: %s", ready_s, _describe(engine))
             begin_s = trio.current_time()
             if len(generations) == 1 and generations[0].n == 1 and not arguments.json:
                 await _stream_one(engine, generations[0])
@@ -161,6 +165,12 @@ async def _stream_one(engine: Gateway, generation: Generation) -> None:
         async for output in stream:
             await _write(output.text)
     await _write("\n")
+
+
+def _describe(engine: Gateway) -> str:
+    worker = engine.workers[0]
+    weights, cache = human_bytes(worker.weight_bytes), human_bytes(worker.cache_bytes)
+    return f"weights {weights}, KV {cache}, at most {engine.context_length} tokens a request"
 
 
 async def _write(text: str) -> None:

@@ -79,21 +79,6 @@ def rope_(x: Tensor, rotation: Tensor, inverse: bool = False) -> Tensor:
     return x
 
 
-def rope_half(x_THD: Tensor, rotation: Tensor) -> Tensor:
-    """Rotate ``x_THD`` with pairs (i, i + Q), the "half-split" layout of Llama and Qwen checkpoints (Su et al., arXiv 2104.09864).
-
-    x_THD [T, H, D] with D >= 2Q (dimensions past 2Q pass through), rotation [T, Q, 2]. Computed in float32, returned in ``x.dtype``.
-    """
-    num_pairs = rotation.shape[-2]
-    cos_T1Q, sin_T1Q = rotation.unsqueeze(1).unbind(-1)
-    first = x_THD[..., :num_pairs]
-    second = x_THD[..., num_pairs : 2 * num_pairs]
-    parts = [first * cos_T1Q - second * sin_T1Q, second * cos_T1Q + first * sin_T1Q]
-    if x_THD.shape[-1] > 2 * num_pairs:
-        parts.append(x_THD[..., 2 * num_pairs :].float())
-    return torch.cat(parts, dim=-1).to(x_THD.dtype)
-
-
 def _turn(rotation: Tensor, dims: int, inverse: bool) -> Tensor:
     """The rotation as complex numbers, with a head dimension where ``x`` has one."""
     turn = torch.view_as_complex(rotation)

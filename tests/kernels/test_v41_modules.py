@@ -20,7 +20,7 @@ from engine.kernels.engram import engram_classes, engram_gate, engram_gather, en
 from engine.kernels.indexer import candidate_blocks
 from engine.kernels.mhc import mhc_collapse, mhc_expand, mhc_fold, mhc_mix
 from engine.kernels.norm import rms_norm
-from engine.kernels.rope import rope, rope_, rope_frequencies, rope_half, rope_rotation
+from engine.kernels.rope import rope, rope_, rope_frequencies, rope_rotation
 from engine.kernels.rounding import round_fp4_index, round_fp4_kv, round_fp8
 from engine.kernels.router import router
 from engine.model.v41.hashing import build_token_map, hash_constants
@@ -197,13 +197,7 @@ def test_linear_and_llama3_frequencies() -> None:
         rope_frequencies(64, 1e4, RopeScaling("dynamic", 2.0, 8192))
 
 
-def test_half_split_is_the_interleaved_rotation_of_permuted_channels() -> None:
-    x = torch.randn(5, 2, 20, generator=torch.Generator().manual_seed(0))
-    rotation = rope_rotation(torch.tensor([0, 1, 7, 100, 4095]), rope_frequencies(16, 10_000.0, None))
-    interleaved = torch.stack((x[..., :8], x[..., 8:16]), dim=-1).flatten(-2)
-    turned = rope(interleaved, rotation)
-    expected = torch.cat((turned[..., 0::2], turned[..., 1::2], x[..., 16:]), dim=-1)
-    torch.testing.assert_close(rope_half(x, rotation), expected)
+def test_a_rotation_factor_scales_its_length() -> None:
     twice = rope_rotation(torch.tensor([3]), rope_frequencies(16, 10_000.0, None), factor=2.0)
     torch.testing.assert_close(twice.square().sum(-1), torch.full((1, 8), 4.0))
 
