@@ -3,7 +3,20 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+
+import pytest
 
 # Before torch is imported, here and in the worker processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TWINFER_NUM_THREADS", "1")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that need a GPU run as they are where there is one, and are not collected elsewhere."""
+    if Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists():
+        return
+    needing = [item for item in items if item.get_closest_marker("gpu")]
+    if needing:
+        config.hook.pytest_deselected(items=needing)
+        items[:] = [item for item in items if item not in needing]
