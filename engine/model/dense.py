@@ -181,7 +181,8 @@ class _Loader:
         self.num_bytes = 0
 
     def get(self, name: str) -> Tensor:
-        tensor = self._weights.get(name).to(self._device, self._dtype)
+        # A copy, also where nothing changes: a view would keep the whole mapped file resident, and at its own alignment.
+        tensor = self._weights.get(name).to(self._device, self._dtype, copy=True)
         self.num_bytes += tensor.numel() * tensor.element_size()
         return tensor
 

@@ -83,11 +83,12 @@ class Loader:
         self.device = device
 
     def weight(self, name: str) -> Tensor:
-        return self.source.get(name).to(device=self.device, dtype=self.dtype).contiguous()
+        # A copy, also where nothing changes: a view would keep the whole mapped file resident.
+        return self.source.get(name).to(device=self.device, dtype=self.dtype, copy=True).contiguous()
 
     def wide(self, name: str) -> Tensor:
         """In float32, whatever the model's dtype."""
-        return self.source.get(name).to(device=self.device, dtype=torch.float32).contiguous()
+        return self.source.get(name).to(device=self.device, dtype=torch.float32, copy=True).contiguous()
 
     def stacked(self, *names: str) -> Tensor:
         return torch.cat([self.weight(name) for name in names])
