@@ -35,7 +35,7 @@ ENGINE_OPTIONS: tuple[Option, ...] = (
     Option("draft-redundant-experts", int, 0, "extra copies of busy experts in the draft; 0 in this release", low=0, high=65536),
     Option("load-format", str, "auto", "auto reads the checkpoint; random makes seeded weights of its shapes", choices=("auto", "random")),
     Option("random-seed", int, None, "seeds requests that bring no seed, and random weights; auto draws the former", low=0, high=2**63 - 1),
-    Option("on-worker-death", str, "exit", "what follows a worker's death", choices=("exit", "restart")),
+    Option("on-worker-death", str, "exit", "after a worker's death; its requests end with an error", choices=("exit", "restart")),
     Option("heartbeat-timeout", float, 10.0, "seconds without a sign of life before a worker counts as dead", low=0.1, high=3600),
     Option("step-timeout", float, 600.0, "seconds a step may take before its worker counts as hung", low=0.1, high=86400),
     Option("start-timeout", float, 900.0, "seconds a worker may take to load", low=0.1, high=86400),

@@ -14,7 +14,7 @@ def read_bytes(path: str | Path, limit_bytes: int, error: type[ConfigError] | ty
         with open(0 if str(path) == "-" else path, "rb", closefd=str(path) != "-") as file:
             data = file.read(limit_bytes + 1)
     except OSError as caught:
-        raise error(f"{path}: {os.strerror(caught.errno) if caught.errno else caught}") from None
+        raise error(f"{path}: {os.strerror(caught.errno).lower() if caught.errno else caught}") from None
     if len(data) > limit_bytes:
         raise error(f"{path}: longer than {limit_bytes} bytes")
     return data

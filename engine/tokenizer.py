@@ -13,6 +13,7 @@ import tokenizers
 from engine.chat_template import ChatTemplate
 from engine.core.errors import ConfigError, RequestError
 from engine.detokenize import ByteDecoder, Decoder, WindowDecoder
+from engine.reading import read_bytes, read_text
 
 # The largest public tokenizer files are about 35 MB.
 MAX_TOKENIZER_BYTES = 256 << 20
@@ -43,12 +44,7 @@ class Tokenizer:
     def from_folder(cls, folder: Path) -> Tokenizer:
         """Read tokenizer.json and, where present, tokenizer_config.json, chat_template.jinja, generation_config.json, config.json."""
         path = folder / "tokenizer.json"
-        try:
-            if path.stat().st_size > MAX_TOKENIZER_BYTES:
-                raise ConfigError(f"{path}: larger than {MAX_TOKENIZER_BYTES} bytes")
-            data = path.read_bytes()
-        except OSError as error:
-            raise ConfigError(f"{path}: {error.strerror}") from None
+        data = read_bytes(path, MAX_TOKENIZER_BYTES)
         settings = _read_json(folder / "tokenizer_config.json")
         try:
             tokenizer = cls(data, chat_template=_chat_template(folder, settings))
@@ -161,10 +157,10 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> ChatTemplate | 
     file = folder / "chat_template.jinja"
     source = settings.get("chat_template")
     if isinstance(source, list):  # several, by name
-        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
-        source = named.get("default")
+        defaults = [entry.get("template") for entry in source if isinstance(entry, dict) and entry.get("name") == "default"]
+        source = defaults[0] if defaults else None
     if file.is_file():
-        source = _read_text(file)
+        source = read_text(file, MAX_JSON_BYTES)
     if not isinstance(source, str):
         return None
     return ChatTemplate(source, bos_token=_token_text(settings.get("bos_token")), eos_token=_token_text(settings.get("eos_token")))
@@ -182,22 +178,13 @@ def _token_ids(entry: Any) -> tuple[int, ...]:
     return tuple(item for item in entries if isinstance(item, int) and not isinstance(item, bool) and item >= 0)
 
 
-def _read_text(path: Path) -> str:
-    try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise ConfigError(f"{path}: larger than {MAX_JSON_BYTES} bytes")
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {error}") from None
-
-
 def _read_json(path: Path) -> dict[str, Any]:
     """An optional JSON object; empty where the file is missing."""
     if not path.is_file():
         return {}
     try:
-        value = json.loads(_read_text(path))
-    except ValueError as error:
+        value = json.loads(read_text(path, MAX_JSON_BYTES))
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: {error}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: not a JSON object")

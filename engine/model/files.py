@@ -16,6 +16,7 @@ from engine.core.errors import ConfigError
 from engine.core.model_config import model_spec
 from engine.core.specs import ModelSpec
 from engine.model import registry
+from engine.reading import read_bytes, read_text
 
 MAX_JSON_BYTES = 256 << 20  # the largest tokenizer.json in use is about 35 MB
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -59,12 +60,9 @@ def pickle_refusal(path: Path) -> ConfigError:
 
 def read_json(path: Path) -> Any:
     """The parsed file. Raises ConfigError naming it where it is missing, too large or not JSON."""
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such file")
-    if path.stat().st_size > MAX_JSON_BYTES:
-        raise ConfigError(f"{path}: {path.stat().st_size} bytes; at most {MAX_JSON_BYTES} are read")
+    data = read_bytes(path, MAX_JSON_BYTES)
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid JSON ({error})") from None
 
@@ -79,7 +77,7 @@ def _read_folder(folder: Path) -> ModelFiles:
         path=folder,
         spec=_with_generation_eos(spec, folder / "generation_config.json"),
         config=config,
-        tokenizer_json=tokenizer.read_bytes() if tokenizer.is_file() else None,
+        tokenizer_json=read_bytes(tokenizer, MAX_JSON_BYTES) if tokenizer.is_file() else None,
         chat_template=_chat_template(folder),
     )
 
@@ -100,12 +98,12 @@ def _with_generation_eos(spec: ModelSpec, path: Path) -> ModelSpec:
 def _chat_template(folder: Path) -> str | None:
     jinja = folder / "chat_template.jinja"
     if jinja.is_file():
-        return jinja.read_text(encoding="utf-8")
+        return read_text(jinja, MAX_JSON_BYTES)
     if not (folder / "tokenizer_config.json").is_file():
         return None
     values = read_json(folder / "tokenizer_config.json")
     template = values.get("chat_template") if isinstance(values, dict) else None
     if isinstance(template, list):  # several named ones
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
+        defaults = [entry.get("template") for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = defaults[0] if defaults else None
     return template if isinstance(template, str) else None

