@@ -15,6 +15,7 @@ from engine.core.errors import ConfigError
 from engine.core.model_config import model_spec
 from engine.core.specs import DenseSpec
 from engine.core.tensors import expected_tensors
+from engine.model.gguf_header import check_header
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -33,6 +34,7 @@ class GgufFile:
         import gguf  # an optional package, needed for this format only
 
         self.path = path
+        check_header(path)
         try:
             self._reader = gguf.GGUFReader(path)
             self._fields = {name: field for name, field in self._reader.fields.items() if not name.startswith("GGUF.")}

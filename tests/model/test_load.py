@@ -6,6 +6,7 @@ import hashlib
 import json
 import pickle
 import string
+import struct
 import subprocess
 import zipfile
 from collections.abc import Callable
@@ -363,6 +364,27 @@ def test_gguf_conversion_and_text(tmp_path: Path) -> None:
     tokens = tokenizer.encode("ab12<|im|>b a").tokens
     assert tokens == ["ab", "1", "2", "<|im|>", "b", "Ġ", "a"]
     assert tokenizer.decode(tokenizer.encode("ab12 a").ids) == "ab12 a"
+
+
+def test_counts_of_a_gguf_header_are_bounded_by_the_file(tmp_path: Path) -> None:
+    head = b"GGUF" + struct.pack("<I", 3)
+    key = struct.pack("<Q", 1) + b"k"
+    huge_array = head + struct.pack("<QQ", 0, 1) + key + struct.pack("<IIQ", 9, 8, 1 << 40)
+    for data, part in (
+        (b"", "empty"),
+        (b"GGML" + bytes(40), "does not begin with GGUF"),
+        (b"GGUF" + struct.pack("<I", 9) + bytes(40), "version 9"),
+        (head + struct.pack("<QQ", 1 << 60, 0), "entries announced"),
+        (head + struct.pack("<QQ", 0, 1 << 60), "entries announced"),
+        (head + struct.pack("<QQ", 0, 1) + struct.pack("<Q", 1 << 62), "entries announced"),
+        (huge_array, "entries announced"),
+        (head + struct.pack("<QQ", 0, 1) + key + struct.pack("<I", 99) + bytes(9), "unknown type 99"),
+        (head, "in the middle of its header"),
+    ):
+        path = tmp_path / "broken.gguf"
+        path.write_bytes(data)
+        with pytest.raises(ConfigError, match=part):
+            GgufFile(path)
 
 
 def test_gguf_refusals(tmp_path: Path) -> None:
