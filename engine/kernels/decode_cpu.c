@@ -332,6 +332,17 @@ static void product(uint16_t *out, const uint16_t *x, const Linear *linear, cons
     }
 }
 
+/* The same without residual, unrounded: logits, of which the best two would often be equal in bfloat16. */
+static void wide_product(float *out, const uint16_t *x, const Linear *linear, int64_t rows, int64_t mine, int64_t threads) {
+    const int64_t panels = (linear->out + LANES - 1) / LANES;
+    float y[MAX_ROWS * LANES];
+    for (int64_t p = panels * mine / threads; p < panels * (mine + 1) / threads; p++) {
+        const int64_t first = p * LANES, outs = linear->out - first < LANES ? linear->out - first : LANES;
+        panel(y, linear, x, rows, first);
+        for (int64_t r = 0; r < rows; r++) memcpy(out + r * linear->out + first, y + r * LANES, outs * sizeof *out);
+    }
+}
+
 /* out [rows, F] = silu(gate) * up of the stacked linear [2F, in], F a multiple of LANES. */
 static void gated_product(uint16_t *out, const uint16_t *x, const Linear *linear, int64_t rows, int64_t mine, int64_t threads) {
     const int64_t size = linear->out / 2, panels = size / LANES;
@@ -354,6 +365,14 @@ void linear(uint16_t *out, const uint16_t *x, const uint16_t *weight, const uint
     for (int64_t mine = 0; mine < threads; mine++) product(out, x, &l, residual, rows, mine, threads);
 }
 
+/* The same in float32, without residual. */
+void wide_linear(float *out, const uint16_t *x, const uint16_t *weight, const uint16_t *bias, int64_t rows, int64_t in, int64_t outs,
+                 int64_t threads) {
+    const Linear l = {weight, bias, in, outs};
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int64_t mine = 0; mine < threads; mine++) wide_product(out, x, &l, rows, mine, threads);
+}
+
 /* -- a whole step ------------------------------------------------------------------------------------------------------------- */
 
 typedef struct {
@@ -363,10 +382,10 @@ typedef struct {
 } Layer;
 
 /* All layers and the head for `rows` sequences with one new token each: x [rows, D] are their embeddings, overwritten; out [rows, V] the
- * logits, hidden [rows, D] what the head saw. scratch: 16-bit room for rows * (D * threads + qkv.out + max(output.in, down.in)).
+ * logits in float32, hidden [rows, D] what the head saw. scratch: 16-bit room for rows * (D * threads + qkv.out + max(output.in, down.in)).
  * Between two barriers nobody writes what another thread reads: every thread norms all rows for itself, and residual sums are
  * written where the same thread has read them. */
-void forward(uint16_t *out, uint16_t *hidden, uint16_t *x, uint16_t *scratch, const Layer *layers, const uint16_t *norm, const Linear *head,
+void forward(float *out, uint16_t *hidden, uint16_t *x, uint16_t *scratch, const Layer *layers, const uint16_t *norm, const Linear *head,
              const int64_t *table, const int64_t *context, const float *turn, int64_t num_layers, int64_t rows, int64_t kv_heads,
              int64_t num_blocks, int64_t block_size, int64_t columns, float eps, int64_t threads) {
     const Step step = {table, context, turn, kv_heads, num_blocks, block_size, columns, eps};
@@ -397,6 +416,6 @@ void forward(uint16_t *out, uint16_t *hidden, uint16_t *x, uint16_t *scratch, co
         }
         rms_norm(normed, x, norm, rows, size, eps);
         if (mine == 0) memcpy(hidden, normed, rows * size * sizeof *hidden);
-        product(out, normed, head, 0, rows, mine, team);
+        wide_product(out, normed, head, rows, mine, team);
     }
 }

@@ -36,13 +36,14 @@ class DecodeKernels:
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, integer, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
         self._rms_norm, self._silu_mul, self._decode = library.rms_norm, library.silu_mul, library.decode
-        self._linear, self._forward = library.linear, library.forward
+        self._linear, self._wide_linear, self._forward = library.linear, library.wide_linear, library.forward
         self._rms_norm.argtypes = [pointer, pointer, pointer, integer, integer, real]
         self._silu_mul.argtypes = [pointer, pointer, integer, integer]
         self._decode.argtypes = [pointer] * 7 + [integer] * 5 + [real, integer]
         self._linear.argtypes = [pointer] * 5 + [integer] * 4
+        self._wide_linear.argtypes = [pointer] * 4 + [integer] * 4
         self._forward.argtypes = [pointer] * 10 + [integer] * 6 + [real, integer]
-        for function in (self._rms_norm, self._silu_mul, self._decode, self._linear, self._forward):
+        for function in (self._rms_norm, self._silu_mul, self._decode, self._linear, self._wide_linear, self._forward):
             function.restype = None
 
     def rms_norm(self, x_TD: Tensor, gain_D: Tensor, eps: float) -> Tensor:
@@ -101,11 +102,20 @@ class DecodeKernels:
         )
         return out_TF
 
+    def wide_linear(self, x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> Tensor:
+        """The same in float32, without residual and rounding: for logits."""
+        rows, inner = x_TD.shape
+        out_TF = torch.empty((rows, weight_FD.shape[0]))
+        bias = None if bias_F is None else bias_F.data_ptr()
+        threads = torch.get_num_threads()
+        self._wide_linear(out_TF.data_ptr(), x_TD.data_ptr(), weight_FD.data_ptr(), bias, rows, inner, weight_FD.shape[0], threads)
+        return out_TF
+
     def forward(
         self, x_BD: Tensor, layers: Tensor, head: Tensor, norm_D: Tensor, pools_L2NJPd: Tensor, table_BM: Tensor, context_B: Tensor,
         turn_BQ2: Tensor, scratch_values: int, eps: float,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """A whole step of at most MAX_ROWS sequences with one new token each: logits [B, V], and the hidden states [B, D] they come from.
+        """A whole step of at most MAX_ROWS sequences with one new token each: float32 logits [B, V], hidden states [B, D] behind them.
 
         ``x_BD``, the embeddings, is overwritten. ``layers`` and ``head`` are the source's structs Layer and Linear as int64,
         ``scratch_values`` the room a row needs beside its norms."""
@@ -113,7 +123,7 @@ class DecodeKernels:
         rows, size = x_BD.shape
         threads = torch.get_num_threads()
         hidden_BD = torch.empty_like(x_BD)
-        out_BV = x_BD.new_empty((rows, int(head[-1])))
+        out_BV = torch.empty((rows, int(head[-1])))
         scratch = x_BD.new_empty(rows * (size * threads + scratch_values))
         self._forward(
             out_BV.data_ptr(),

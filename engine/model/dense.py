@@ -83,7 +83,7 @@ class DenseModel:
             turn_TQ2 = rope_rotation(batch.positions_T, self.frequency_Q, self.rope_factor)
             logits_TV, hidden_TD = self._fused(functional.embedding(batch.token_ids_T, self._embed_VD), turn_TQ2, batch, cache)
             captures = {"hidden": hidden_TD[batch.logit_rows_R]} if "hidden" in capture else None
-            return ForwardOutput(logits_TV[batch.logit_rows_R].float(), captures=captures)
+            return ForwardOutput(logits_TV[batch.logit_rows_R], captures=captures)
         attention = _Attention(self, batch, cache, self._native if batch.decode_only else None)
         x_TD = functional.embedding(batch.token_ids_T, self._embed_VD)
         for index, layer in enumerate(self._layers):
@@ -94,7 +94,7 @@ class DenseModel:
             x_TD = layer.down.plus(self._gated(layer.gate_up(self._normed(x_TD, layer.mlp_norm_D, few)), few), x_TD)
         hidden_RD = self._normed(x_TD if some_rows else x_TD[batch.logit_rows_R], self._norm_D, few)
         captures = {"hidden": hidden_RD} if "hidden" in capture else None
-        return ForwardOutput(self._head(hidden_RD).float(), captures=captures)
+        return ForwardOutput(self._head.wide(hidden_RD), captures=captures)
 
     def _normed(self, x_TD: Tensor, gain_D: Tensor, few: bool) -> Tensor:
         if few and self._native is not None:

@@ -36,6 +36,12 @@ class Linear:
             return self.native.linear(x, self.weight, self.bias)
         return functional.linear(x, self.weight, self.bias)
 
+    def wide(self, x: Tensor) -> Tensor:
+        """The product in float32, for logits. Only the compiled one is unrounded: in bfloat16 two best logits are often equal."""
+        if self.native is not None and x.shape[0] <= decode_cpu.MAX_ROWS:
+            return self.native.wide_linear(x, self.weight, self.bias)
+        return self(x).float()
+
     def plus(self, x: Tensor, residual: Tensor) -> Tensor:
         """The product plus ``residual`` [T, out], in one operation where the device has it."""
         if self.native is not None and x.shape[0] <= decode_cpu.MAX_ROWS:

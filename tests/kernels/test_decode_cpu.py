@@ -59,6 +59,9 @@ def test_products_equal_the_definition(native: decode_cpu.DecodeKernels, threads
     torch.testing.assert_close(native.linear(x, weight, None).double(), product, **near)
     torch.testing.assert_close(native.linear(x, weight, bias).double(), product + bias.double(), **near)
     torch.testing.assert_close(native.linear(x, weight, bias, residual).double(), product + bias.double() + residual.double(), **near)
+    wide = {"rtol": 2e-6, "atol": near["atol"]}  # no rounding but float32's own
+    torch.testing.assert_close(native.wide_linear(x, weight, None).double(), product, **wide)
+    torch.testing.assert_close(native.wide_linear(x, weight, bias).double(), product + bias.double(), **wide)
 
 
 @needs_compiler
