@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 import engine.cli
-from engine.core.errors import CapacityError, ConfigError, RequestError, TwinferError
+from engine.core.errors import ConfigError, RequestError, StoppedError, TwinferError
 from engine.version import VERSION
 
 EXIT_FAULT = 1
@@ -47,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     except (ConfigError, RequestError) as error:
         return _report(arguments, error, EXIT_USAGE)
-    except (CapacityError, TwinferError) as error:
+    except StoppedError as error:
+        return _report(arguments, error, error.exit_code)
+    except TwinferError as error:
         return _report(arguments, error, EXIT_FAULT)
     except OSError as error:
         # The reader of our output has gone, or a disk is full; without this Python complains again while it flushes at exit.

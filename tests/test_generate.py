@@ -115,3 +115,17 @@ def test_an_interrupt_drains_and_a_second_one_stops_at_once() -> None:
     process.communicate(timeout=30)
     assert process.returncode == 130
     assert not Path(f"/proc/{worker}").exists()
+
+
+def test_an_interrupted_benchmark_prints_no_points() -> None:
+    command = [sys.executable, "-m", "twinfer", "bench", "steps", "tiny-v41", "--batch-sizes", "1", "--new-tokens", "400", "--json"]
+    for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
+        arguments = [*command, "--shutdown-timeout", "0.2"]
+        process = subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        worker_of(process)
+        time.sleep(6)  # past the load; where a machine is slower the signal comes during it, which ends the same way
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == code, err
+        assert "points" not in out
+        assert "Traceback" not in err

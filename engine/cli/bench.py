@@ -17,7 +17,7 @@ import msgspec
 import trio
 
 from engine.cli.common import add_engine_arguments, log, print_config, print_json, resolve_options
-from engine.core.errors import ConfigError
+from engine.core.errors import CapacityError, ConfigError, StoppedError
 from engine.core.events import Event, Finished
 from engine.core.plan import StepPlan, StepResult
 from engine.core.sampling import SamplingParams
@@ -143,16 +143,21 @@ async def _measure(launch: Launch, batch: int, arguments: argparse.Namespace, ti
     recorder = StepRecorder()
     num_ranks = config.scheduler.num_ranks
     requests = _requests(arguments, batch * num_ranks, launch.spec.vocab_size)
-    async with open_engine(config, None, handle_signals=True, observers=(recorder,)) as engine:
-        await _warm_up(engine, launch.spec.vocab_size, arguments)
-        first = len(recorder.commit_s)
-        finished_before = recorder.finished
-        limiter = trio.CapacityLimiter(batch * num_ranks)
-        async with trio.open_nursery() as nursery:
-            for prompt, new_tokens in requests:
-                nursery.start_soon(_one, engine, prompt, new_tokens, limiter)
-    if engine.exit_code:
-        raise KeyboardInterrupt
+    engine: Gateway | None = None
+    try:
+        async with open_engine(config, None, handle_signals=True, observers=(recorder,)) as engine:
+            await _warm_up(engine, launch.spec.vocab_size, arguments)
+            first = len(recorder.commit_s)
+            finished_before = recorder.finished
+            limiter = trio.CapacityLimiter(batch * num_ranks)
+            async with trio.open_nursery() as nursery:
+                for prompt, new_tokens in requests:
+                    nursery.start_soon(_one, engine, prompt, new_tokens, limiter)
+    except (CapacityError, BaseExceptionGroup):
+        if engine is None or engine.stop_signal is None:
+            raise
+    if engine.stop_signal is not None:  # half a measurement is none
+        raise StoppedError(128 + engine.stop_signal)
     return _point(recorder, first, finished_before, len(requests), batch, arguments, launch.config.workers[0].layout)
 
 

@@ -22,7 +22,7 @@ from engine.cli.common import (
     sampling_params,
 )
 from engine.config import SAMPLING_OPTIONS
-from engine.core.errors import CapacityError, RequestError, TwinferError
+from engine.core.errors import CapacityError, RequestError, StoppedError, TwinferError
 from engine.core.sampling import MAX_SEED
 from engine.reading import read_text
 
@@ -152,9 +152,7 @@ async def _generate(
     except CapacityError:
         if engine is None or engine.stop_signal is None:
             raise
-        # The requests ended because we were told to stop; the exit code says so.
-        log("twinfer generate: stopped before the completion was finished")
-        return engine.exit_code or 1
+        raise StoppedError(engine.exit_code or 1) from None  # that is why the requests ended
     if engine.exit_code:
         return engine.exit_code
     return 0 if first_error is None else _error_code(first_error)

@@ -5,6 +5,7 @@ CapacityError   the load's (429 / 503): try again later or elsewhere.
 ConfigError     the operator's, raised at start: flags, model folders, layouts.
 DomainError     a model was asked outside the range it knows.
 WorkerError     a worker process died, hung or raised; names the worker.
+StoppedError    nobody's: a stop signal came before the work was done.
 InvariantError  ours: a conservation law does not hold.
 """
 
@@ -46,6 +47,14 @@ class WorkerError(TwinferError):
     def __init__(self, worker: str, message: str) -> None:
         super().__init__(f"{worker}: {message}")
         self.worker = worker
+
+
+class StoppedError(TwinferError):
+    """The command was told to stop before it was finished; ``exit_code`` is the process's (130 SIGINT, 143 SIGTERM)."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__("stopped before it was finished")
+        self.exit_code = exit_code
 
 
 class InvariantError(TwinferError):
