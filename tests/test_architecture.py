@@ -46,7 +46,7 @@ RULES = (
         "engine/model",
         ("engine.actors", "engine.api", "trio"),
         "a model takes a batch; what waits or serves belongs to engine/actors",
-        only=("engine.core", "engine.kernels", "engine.model", "engine.parallel", "engine.reading"),
+        only=("engine.core", "engine.kernels", "engine.model", "engine.parallel", "engine.reading", "engine.grammar"),
     ),
     Rule(
         "engine/parallel",

@@ -38,6 +38,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     logprobs: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    grammar: str | None = None  # an llguidance grammar of the whole output; see engine.grammar
 
     def validate(self, vocab_size: int) -> None:
         """Raise RequestError naming the first field that is out of range, its value, and the range."""

@@ -1,0 +1,22 @@
+"""What every handler is given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.actors.gateway import Gateway
+from engine.api.config import ApiConfig
+from engine.api.formats.base import ChatFormat
+from engine.api.info import ServerInfo
+from engine.core.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class ApiContext:
+    """``defaults`` holds the sampling values of a request that names none (temperature and filters: the model's own, else OpenAI's)."""
+
+    engine: Gateway
+    info: ServerInfo
+    config: ApiConfig
+    chat_format: ChatFormat | None
+    defaults: SamplingParams
