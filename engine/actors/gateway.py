@@ -24,6 +24,7 @@ from engine.actors.config import EngineConfig
 from engine.actors.messages import Abort, Ready, Submit
 from engine.actors.scheduler import SchedulerActor
 from engine.actors.stream import FinishReason, RequestStream, Sample, Usage
+from engine.actors.worker import WorkerGroup
 from engine.core.errors import CapacityError, RequestError
 from engine.core.plan import TokenLogprobs
 from engine.core.request import Request
@@ -101,7 +102,8 @@ class Gateway:
         self._cache = cache
         self.tokenizer = tokenizer
         self.health = Health("starting", "the workers are loading")
-        self.workers: tuple[Ready, ...] = ()
+        self.workers: tuple[Ready, ...] = ()  # what each said when it was ready
+        self._group: WorkerGroup | None = None  # while there is one
         self.stop_signal: int | None = None  # the first one received
         self.forced = False  # running requests were cut: by a second signal, or at the end of shutdown_timeout_s
         self._next_id = 0
@@ -174,6 +176,16 @@ class Gateway:
             self._scheduler.core.check()
         return EngineStats(self.health, self.num_requests, self._scheduler.core.stats(), self._cache.stats())
 
+    def heartbeat_ages_s(self) -> dict[str, float]:
+        """Seconds since each actor gave a sign of life, by name; no worker is in it while there are none.
+
+        A scheduler that waits for work or for a worker's result is well: the worker's own age says more.
+        """
+        ages_s = {"scheduler": self._scheduler.heartbeat_age_s}
+        if self._group is not None:
+            ages_s |= {worker.name: worker.heartbeat_age_s for worker in self._group.workers}
+        return ages_s
+
     @property
     def exit_code(self) -> int:
         """For the process, after a stop signal: 130 for SIGINT, 143 for a SIGTERM that had to cut requests, else 0."""
@@ -188,10 +200,14 @@ class Gateway:
 
     # -- for the supervisor ---------------------------------------------------------------------------------------------------
 
-    def opened(self, workers: Sequence[Ready]) -> None:
-        self.workers = tuple(workers)
+    def opened(self, workers: WorkerGroup) -> None:
+        self.workers = workers.infos
+        self._group = workers
         if self.stop_signal is None:
             self.health = Health("ready")
+
+    def workers_gone(self) -> None:
+        self._group = None
 
     def closed(self, state: State, message: str) -> None:
         """Admit nobody from now on; the message is what refused clients read."""

@@ -57,6 +57,13 @@ WorkerCommand = Union[Start, Register, Forget, Execute, Shutdown]
 # -- from a worker ------------------------------------------------------------------------------------------------------------
 
 
+class Loading(msgspec.Struct, frozen=True, tag=True):
+    """How far the weights are read; any number of them before Ready."""
+
+    done_parameters: int
+    total_parameters: int
+
+
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """The worker has loaded. Bytes are what it holds on its device, to be compared with the prediction."""
 
@@ -86,7 +93,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     traceback: str
 
 
-WorkerReply = Union[Ready, Executed, Failed]
+WorkerReply = Union[Loading, Ready, Executed, Failed]
 
 # -- heartbeat ----------------------------------------------------------------------------------------------------------------
 

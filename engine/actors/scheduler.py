@@ -68,6 +68,8 @@ class SchedulerActor:
         self._sleeper: trio.lowlevel.Task | None = None
         self._records: dict[RequestId, _Record] = {}
         self._num_submitted = 0  # samples in the mailbox
+        self._waiting = True
+        self._turn_s = 0.0  # when its present turn began
         self.num_steps = 0  # committed by this generation
         self.core = make_core()
         self._in_flight: deque[StepPlan] = deque()
@@ -76,6 +78,12 @@ class SchedulerActor:
     def num_requests(self) -> int:
         """Samples that are not finished, those in the mailbox included."""
         return len(self._records) + self._num_submitted
+
+    @property
+    def heartbeat_age_s(self) -> float:
+        """0 while it waits for a result or has nothing to do; else how long its present turn has taken."""
+        idle = self._waiting and (bool(self._in_flight) or not self._mailbox)
+        return 0.0 if idle else trio.current_time() - self._turn_s
 
     def tell(self, message: SchedulerMessage) -> None:
         """Leave a message; it is read before the next plan. The bound can only be passed by a caller that ignores max_requests."""
@@ -97,15 +105,20 @@ class SchedulerActor:
 
     async def serve(self, workers: WorkerGroup) -> NoReturn:
         """Drive the workers until cancelled. Raises WorkerError where one fails; the requests are then ended by ``fail_all``."""
+        self._turned()
         while True:
             self._read_mailbox(workers)
             while len(self._in_flight) < MAX_PLANS_IN_FLIGHT and await self._dispatch(workers):
                 pass
             if not self._in_flight:
+                self._waiting = True
                 await self._sleep()
+                self._turned()
                 continue
             plan = self._in_flight[0]
+            self._waiting = True
             result = await workers.receive_result(plan)
+            self._turned()
             self._in_flight.popleft()
             now_s = trio.current_time()
             events = self.core.commit(plan, result, now_s)
@@ -145,6 +158,10 @@ class SchedulerActor:
             record.stream.fail(error)
             if len(self._mailbox) < self._max_messages:
                 self.tell(Abort(sample_id))
+
+    def _turned(self) -> None:
+        self._waiting = False
+        self._turn_s = trio.current_time()
 
     # -- parts of the loop ----------------------------------------------------------------------------------------------------
 

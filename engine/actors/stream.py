@@ -113,6 +113,21 @@ class RequestStream:
             await self._wait()
         return self._buffer.popleft()
 
+    async def read(self) -> list[Output]:
+        """All outputs that are waiting, at least one; empty once every sample has ended. Raises what ended the stream.
+
+        What came while the reader was busy (with a slow client) is handed over in one go.
+        """
+        while not self._buffer:
+            if self._error is not None:
+                raise self._error
+            if self._num_open == 0:
+                return []
+            await self._wait()
+        outputs = list(self._buffer)
+        self._buffer.clear()
+        return outputs
+
     @property
     def usage(self) -> Usage:
         """All samples together, so far."""

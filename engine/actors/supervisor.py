@@ -24,7 +24,7 @@ from engine.actors.cache import CacheManager
 from engine.actors.config import EngineConfig
 from engine.actors.gateway import Gateway
 from engine.actors.scheduler import Observer, SchedulerActor
-from engine.actors.worker import WORKER_MODULE, WorkerGroup, open_workers
+from engine.actors.worker import WORKER_MODULE, LoadProgress, WorkerGroup, open_workers
 from engine.core.errors import CapacityError, InvariantError, TwinferError, WorkerError
 from engine.core.scheduler import Scheduler
 from engine.tokenizer import Tokenizer
@@ -43,6 +43,7 @@ async def open_engine(
     handle_signals: bool = False,
     observers: Sequence[Observer] = (),
     worker_module: str = WORKER_MODULE,
+    loading: LoadProgress | None = None,
 ) -> AsyncIterator[Gateway]:
     """Start an engine, give its gateway, stop it. Raises ConfigError or WorkerError bare, never inside a group.
 
@@ -50,7 +51,7 @@ async def open_engine(
     ``gateway.exit_code`` is then the process's. A signal during the start raises KeyboardInterrupt or SystemExit.
     """
     config.validate()
-    supervisor = _Supervisor(config, tokenizer, observers, worker_module)
+    supervisor = _Supervisor(config, tokenizer, observers, worker_module, loading)
     body_error: BaseException | None = None
     try:
         async with trio.open_nursery() as nursery:
@@ -76,9 +77,17 @@ async def open_engine(
 
 
 class _Supervisor:
-    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None, observers: Sequence[Observer], worker_module: str) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: Tokenizer | None,
+        observers: Sequence[Observer],
+        worker_module: str,
+        loading: LoadProgress | None,
+    ) -> None:
         self._config = config
         self._worker_module = worker_module
+        self._loading = loading
         self._cache = CacheManager(config.scheduler.cache)
         # The door is the gateway's: when all slots are free and a burst arrives, all of it waits for a moment.
         core_config = msgspec.structs.replace(config.scheduler, max_waiting=config.max_requests)
@@ -121,7 +130,7 @@ class _Supervisor:
         """Start workers and serve with them: None when told to stop, the worker's error when one failed. Raises anything else."""
         self._scheduler.reset()
         try:
-            async with open_workers(self._config.workers, self._config.supervision, self._worker_module) as self._workers:
+            async with open_workers(self._config.workers, self._config.supervision, self._worker_module, self._loading) as self._workers:
                 await self._serve(self._workers, task_status)
         except (TwinferError, BaseExceptionGroup) as caught:
             error = caught if isinstance(caught, TwinferError) else _single(caught)
@@ -130,6 +139,7 @@ class _Supervisor:
             return error
         finally:
             self._workers = None
+            self.gateway.workers_gone()
         return None
 
     async def _serve(self, workers: WorkerGroup, task_status: trio.TaskStatus[None]) -> None:
@@ -144,7 +154,7 @@ class _Supervisor:
                     for worker in workers.workers:
                         nursery.start_soon(worker.run_heartbeat)
                     nursery.start_soon(self._scheduler.serve, workers)
-                    self.gateway.opened(workers.infos)
+                    self.gateway.opened(workers)
                     if not self.started:
                         self.started = True
                         task_status.started()

@@ -12,7 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NoReturn, assert_never
@@ -28,6 +28,7 @@ from engine.actors.messages import (
     Failed,
     HeartbeatCommand,
     HeartbeatReply,
+    Loading,
     Ping,
     Ready,
     Shutdown,
@@ -39,6 +40,8 @@ from engine.core.errors import ConfigError, InvariantError, TwinferError, Worker
 from engine.core.plan import RankResult, StepPlan, StepResult
 
 WORKER_MODULE = "engine.actors.worker_main"
+# Called with a worker's name, the parameters it has read, and those there are.
+LoadProgress = Callable[[str, int, int], None]
 # After its channel ended a process is at its own exit; after SIGKILL only the kernel is. Both take milliseconds.
 _REAP_TIMEOUT_S = 5.0
 _REAP_POLL_S = 0.01  # where the system has no pidfd
@@ -59,6 +62,7 @@ class Worker:
         self._supervision = supervision
         self._failure: TwinferError | None = None
         self._missed_beats = 0
+        self._heard_s = trio.current_time()  # the last sign of life
         self._exit_lock = trio.Lock()
         plan_ours, plan_theirs = socket.socketpair()
         heartbeat_ours, heartbeat_theirs = socket.socketpair()
@@ -77,14 +81,22 @@ class Worker:
     def pid(self) -> int:
         return self._process.pid
 
-    async def start(self) -> Ready:
+    @property
+    def heartbeat_age_s(self) -> float:
+        """Seconds since the process last answered a ping."""
+        return trio.current_time() - self._heard_s
+
+    async def start(self, loading: LoadProgress | None = None) -> Ready:
         """Have the model loaded. Raises ConfigError where the configuration is at fault, WorkerError otherwise."""
         timeout_s = self._supervision.start_timeout_s
         with trio.move_on_after(timeout_s):
             await self.send(Start(self.config))
-            reply = await self._receive()
+            while isinstance(reply := await self._receive(), Loading):
+                if loading is not None:
+                    loading(self.name, reply.done_parameters, reply.total_parameters)
             if not isinstance(reply, Ready):
                 raise self._give_up(f"answered Start with {type(reply).__name__}")
+            self._heard_s = trio.current_time()
             return reply
         raise self._give_up(f"was not ready within start_timeout_s = {timeout_s:g}")
 
@@ -179,6 +191,7 @@ class Worker:
         while True:
             pong = await self._heartbeat.receive()
             self._missed_beats = 0
+            self._heard_s = trio.current_time()
             if pong.number == number:
                 return True
 
@@ -283,7 +296,10 @@ class WorkerGroup:
 
 @contextlib.asynccontextmanager
 async def open_workers(
-    configs: Sequence[WorkerConfig], supervision: SupervisionConfig, module: str = WORKER_MODULE
+    configs: Sequence[WorkerConfig],
+    supervision: SupervisionConfig,
+    module: str = WORKER_MODULE,
+    loading: LoadProgress | None = None,
 ) -> AsyncIterator[WorkerGroup]:
     """Spawn and load all workers together (their collectives need all of them), and stop every one of them on the way out."""
     workers: list[Worker] = []
@@ -294,7 +310,7 @@ async def open_workers(
         infos: dict[str, Ready] = {}
 
         async def start(worker: Worker) -> None:
-            infos[worker.name] = await worker.start()
+            infos[worker.name] = await worker.start(loading)
 
         async with trio.open_nursery() as nursery:
             for worker in workers:

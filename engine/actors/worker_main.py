@@ -30,6 +30,7 @@ from engine.actors.messages import (
     Forget,
     HeartbeatCommand,
     HeartbeatReply,
+    Loading,
     Pong,
     Ready,
     Register,
@@ -78,7 +79,8 @@ class Runner(Protocol):
     def close(self) -> None: ...
 
 
-RunnerFactory = Callable[[WorkerConfig], Runner]
+LoadReport = Callable[[int, int], None]  # parameters read, parameters there are
+RunnerFactory = Callable[[WorkerConfig, LoadReport], Runner]
 _Channel = SyncChannel[WorkerReply, WorkerCommand]
 
 
@@ -90,7 +92,7 @@ def serve(channel: _Channel, build: RunnerFactory) -> int:
         if not isinstance(first, Start):
             raise TypeError(f"the first command is {type(first).__name__}, not Start")
         begin_s = time.perf_counter()
-        runner = build(first.config)
+        runner = build(first.config, lambda done_parameters, total_parameters: channel.send(Loading(done_parameters, total_parameters)))
         ready = Ready(
             vocab_size=runner.vocab_size,
             context_length=runner.context_length,
@@ -175,11 +177,11 @@ def run_worker(build: RunnerFactory, argv: Sequence[str] | None = None) -> None:
     os._exit(exit_code)
 
 
-def _build_runner(config: WorkerConfig) -> Runner:
+def _build_runner(config: WorkerConfig, report: LoadReport) -> Runner:
     # Imported here: it takes seconds, and the heartbeat thread is to answer meanwhile.
     from engine.model.build import build_runner
 
-    return build_runner(config)
+    return build_runner(config, report)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import torch
 
 from engine.core.cache_config import CacheConfig
 from engine.core.errors import ConfigError
-from engine.model.load import LoadFormat, load_model
+from engine.model.load import LoadFormat, LoadReport, load_model
 from engine.model.runner import Runner
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -37,8 +37,11 @@ class RunnerConfig(Protocol):
     def time_components(self) -> bool: ...
 
 
-def build_runner(config: RunnerConfig) -> Runner:
-    """Load the model on its device and allocate its cache. Raises ConfigError for what cannot work."""
+def build_runner(config: RunnerConfig, report: LoadReport | None = None) -> Runner:
+    """Load the model on its device and allocate its cache. Raises ConfigError for what cannot work.
+
+    ``report`` is told of the progress: parameters read, parameters there are.
+    """
     if config.dtype not in DTYPES:
         raise ConfigError(f"dtype is {config.dtype!r}; allowed: {', '.join(DTYPES)}")
     if config.num_threads is not None:
@@ -50,5 +53,6 @@ def build_runner(config: RunnerConfig) -> Runner:
         cache_rounding=config.cache_rounding,
         load_format=config.load_format,
         random_seed=config.random_seed,
+        report=report,
     )
     return Runner(loaded.model, config.cache, time_components=config.time_components)

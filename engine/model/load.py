@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from engine.model.base import Model, WeightSource
 from engine.model.files import PICKLE_SUFFIXES, ModelFiles, pickle_refusal, read_json, read_model_files
 
 LoadFormat = Literal["auto", "random"]
+LoadReport = Callable[[int, int], None]  # parameters read, parameters there are
 _STORED_DTYPES = ("BF16", "F16", "F32")
 # Tensors that checkpoints carry and this release has no use for: vision towers, and rotary tables that older exports kept.
 _IGNORED_PREFIXES = ("vision.", "image_")
@@ -44,6 +46,7 @@ def load_model(
     cache_rounding: bool = True,
     load_format: LoadFormat = "auto",
     random_seed: int = 0,
+    report: LoadReport | None = None,
 ) -> LoadedModel:
     """Load a packaged model, a folder or a .gguf file; with ``load_format="random"`` only its config is read.
 
@@ -64,6 +67,8 @@ def load_model(
             weights = gguf_file
         else:
             weights = SafetensorsWeights(files.path, files.spec, stack)
+        if report is not None:
+            weights = _ReportedWeights(weights, files.spec, report)
         return LoadedModel(_build(files, weights, dtype, device, cache_rounding, load_format), files)
 
 
@@ -174,6 +179,27 @@ def _weight_files(folder: Path) -> list[Path]:
             raise ConfigError(f"{index_path}: the shard {name} is not in the folder")
         paths.append(folder / name)
     return paths
+
+
+class _ReportedWeights:
+    """Passes tensors on and tells how much of the model has been read, a percent at a time."""
+
+    def __init__(self, weights: WeightSource, spec: ModelSpec, report: LoadReport) -> None:
+        self._weights = weights
+        self._waiting = {name: tensor.num_elements for name, tensor in expected_tensors(spec).items()}
+        self._total = sum(self._waiting.values())
+        self._done = 0
+        self._reported = 0
+        self._report = report
+        report(0, self._total)
+
+    def get(self, name: str) -> Tensor:
+        tensor = self._weights.get(name)
+        self._done += self._waiting.pop(name, 0)
+        if self._done == self._total or self._done - self._reported >= self._total // 100:
+            self._reported = self._done
+            self._report(self._done, self._total)
+        return tensor
 
 
 class RandomWeights:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import msgspec
 
 from engine.actors.config import WorkerConfig
-from engine.actors.worker_main import run_worker
+from engine.actors.worker_main import LoadReport, run_worker
 from engine.core.errors import ConfigError
 from engine.core.plan import ItemResult, RankPlan, RankResult, RequestId, TokenLogprobs
 from engine.core.sampling import SamplingParams
@@ -37,9 +37,11 @@ class Script(msgspec.Struct, frozen=True):
 
 
 class ScriptedRunner:
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, report: LoadReport) -> None:
         self.script = msgspec.json.decode(config.model, type=Script)
+        report(0, 100)
         time.sleep(self.script.start_s)
+        report(100, 100)
         if self.script.start_error:
             raise ConfigError(self.script.start_error)
         self.vocab_size = self.script.vocab_size

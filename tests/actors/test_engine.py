@@ -379,3 +379,17 @@ async def test_observers_see_every_step_and_event_in_order() -> None:
     assert sum(len(event.tokens) for event in recorder.log if isinstance(event, TokensEmitted) and event.request < 2) == 60
     assert [event.reason for event in recorder.log if isinstance(event, Finished)] == ["length", "length", "abort"]
     assert json.dumps(len(recorder.log))
+
+
+async def test_progress_of_loading_and_signs_of_life() -> None:
+    told: list[tuple[str, int, int]] = []
+    async with open_engine(
+        engine_config(Script()), worker_module=MODULE, loading=lambda name, done, total: told.append((name, done, total))
+    ) as engine:
+        assert told == [("worker-0", 0, 100), ("worker-0", 100, 100)]
+        ages_s = engine.heartbeat_ages_s()
+        assert set(ages_s) == {"scheduler", "worker-0"}
+        assert ages_s["scheduler"] == 0.0
+        # Between two answers it grows, and each answer takes it back.
+        await until(lambda: engine.heartbeat_ages_s()["worker-0"] > 0.05)
+        await until(lambda: engine.heartbeat_ages_s()["worker-0"] < 0.05)

@@ -119,3 +119,27 @@ async def test_buffered_pieces_come_before_the_error() -> None:
     assert slow.ended
     assert isinstance(slow._error, CapacityError)
     assert len(drain(slow)) == 2
+
+
+async def test_read_hands_over_everything_that_waits() -> None:
+    samples = [
+        Sample(id_, index, ByteDecoder(lambda token: b"ab"[token : token + 1]), StopMatcher([]), 0) for index, id_ in enumerate((5, 6))
+    ]
+    stream = RequestStream(samples, 3, 1, 10)
+    for token in (0, 1):
+        for sample in samples:
+            stream.push(sample.id, [token], (), None)
+    assert [(output.index, output.text) for output in await stream.read()] == [(0, "a"), (1, "a"), (0, "b"), (1, "b")]
+    for sample in samples:
+        stream.push(sample.id, [0], (), "length")
+    assert [output.finish_reason for output in await stream.read()] == ["length", "length"]
+    assert await stream.read() == []
+
+
+async def test_read_raises_after_what_came_before_the_error() -> None:
+    stream = make([b"a"], [])
+    stream.push(5, [0], (), None)
+    stream.fail(WorkerError("worker-0", "died"))
+    assert [output.text for output in await stream.read()] == ["a"]
+    with pytest.raises(WorkerError):
+        await stream.read()
