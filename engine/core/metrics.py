@@ -55,6 +55,18 @@ class RequestMetrics(msgspec.Struct):
     reason: FinishReason | None = None
     itl_s: list[float] = []
 
+    def emitted(self, now_s: float, num_tokens: int) -> None:
+        """``num_tokens`` tokens came out together. Where the first ones do, their time is the request's first token."""
+        if num_tokens == 0:
+            return
+        if self.last_token_s is None:
+            self.first_token_s = now_s
+        else:
+            self.itl_s.append(now_s - self.last_token_s)
+        self.itl_s.extend([0.0] * (num_tokens - 1))
+        self.last_token_s = now_s
+        self.num_output_tokens += num_tokens
+
     @property
     def ttft_s(self) -> float | None:
         return None if self.first_token_s is None else self.first_token_s - self.arrived_s
@@ -137,7 +149,7 @@ class MetricsLog:
     def add(self, event: Event) -> None:
         match event:
             case TokensEmitted():
-                self._tokens(event)
+                self.requests[event.request].emitted(event.now_s, len(event.tokens))
             case Arrived():
                 self.requests[event.request] = RequestMetrics(event.request, event.now_s, event.num_prompt_tokens)
             case Admitted():
@@ -163,18 +175,6 @@ class MetricsLog:
                 pass
             case _:
                 assert_never(event)
-
-    def _tokens(self, event: TokensEmitted) -> None:
-        request, count = self.requests[event.request], len(event.tokens)
-        if count == 0:
-            return
-        if request.last_token_s is None:
-            request.first_token_s = event.now_s
-        else:
-            request.itl_s.append(event.now_s - request.last_token_s)
-        request.itl_s.extend([0.0] * (count - 1))
-        request.last_token_s = event.now_s
-        request.num_output_tokens += count
 
     @property
     def acceptance_length(self) -> float | None:
