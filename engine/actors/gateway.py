@@ -14,6 +14,7 @@ import hashlib
 import secrets
 import signal
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -154,6 +155,22 @@ class Gateway:
             )
             return Completion(samples, stream.usage, stream.seed)
 
+    async def tokenise(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Token ids of a prompt. Raises RequestError for a text that is too long or not valid Unicode, and where there is no tokenizer."""
+        if len(text) > self._config.max_prompt_chars:
+            raise RequestError(
+                f"prompt has {len(text)} characters; allowed: at most {self._config.max_prompt_chars}",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise RequestError("prompt is text, and the model has no tokenizer: give token ids", param="prompt")
+        if len(text) <= _THREAD_PROMPT_CHARS:
+            return tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        encode = partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        return tuple(await trio.to_thread.run_sync(encode, abandon_on_cancel=True))
+
     # -- state ----------------------------------------------------------------------------------------------------------------
 
     @property
@@ -175,6 +192,10 @@ class Gateway:
         if self.num_requests == 0 and self._scheduler.core.num_uncommitted == 0:
             self._scheduler.core.check()
         return EngineStats(self.health, self.num_requests, self._scheduler.core.stats(), self._cache.stats())
+
+    def mailbox_depths(self) -> dict[str, int]:
+        """Messages not read yet, by actor."""
+        return {"scheduler": self._scheduler.mailbox_depth}
 
     def heartbeat_ages_s(self) -> dict[str, float]:
         """Seconds since each actor gave a sign of life, by name; no worker is in it while there are none.
@@ -246,23 +267,11 @@ class Gateway:
                 raise RequestError(f"stop has a string of {len(stop)} characters; allowed: 1 to {config.max_stop_chars}", param="stop")
         if generation.stop and self.tokenizer is None:
             raise RequestError("stop needs a tokenizer, and the model has none", param="stop")
-        if isinstance(generation.prompt, str) and len(generation.prompt) > config.max_prompt_chars:
-            raise RequestError(
-                f"prompt has {len(generation.prompt)} characters; allowed: at most {config.max_prompt_chars}",
-                param="prompt",
-                code="context_length_exceeded",
-            )
 
     async def _tokenise(self, generation: Generation) -> tuple[int, ...]:
-        prompt = generation.prompt
-        if not isinstance(prompt, str):
-            return tuple(prompt)
-        if self.tokenizer is None:
-            raise RequestError("prompt is text, and the model has no tokenizer: give token ids", param="prompt")
-        tokenizer, special = self.tokenizer, generation.add_special_tokens
-        if len(prompt) <= _THREAD_PROMPT_CHARS:
-            return tuple(tokenizer.encode(prompt, add_special_tokens=special))
-        return tuple(await trio.to_thread.run_sync(lambda: tokenizer.encode(prompt, add_special_tokens=special), abandon_on_cancel=True))
+        if not isinstance(generation.prompt, str):
+            return tuple(generation.prompt)
+        return await self.tokenise(generation.prompt, add_special_tokens=generation.add_special_tokens)
 
     def _check_prompt(self, prompt: Sequence[int]) -> None:
         if not prompt:

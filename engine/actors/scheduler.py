@@ -80,6 +80,10 @@ class SchedulerActor:
         return len(self._records) + self._num_submitted
 
     @property
+    def mailbox_depth(self) -> int:
+        return len(self._mailbox)
+
+    @property
     def heartbeat_age_s(self) -> float:
         """0 while it waits for a result or has nothing to do; else how long its present turn has taken."""
         idle = self._waiting and (bool(self._in_flight) or not self._mailbox)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.actors.gateway import Gateway
 from engine.api.config import ApiConfig
 from engine.api.formats.base import ChatFormat
 from engine.api.info import ServerInfo
+from engine.api.metrics import ServerMetrics
 from engine.core.sampling import SamplingParams
 
 
@@ -20,3 +21,4 @@ class ApiContext:
     config: ApiConfig
     chat_format: ChatFormat | None
     defaults: SamplingParams
+    metrics: ServerMetrics = field(default_factory=ServerMetrics)  # the engine's observer too; started once the engine is warm
