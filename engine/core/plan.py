@@ -132,12 +132,14 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 class ItemResult(msgspec.Struct, frozen=True, array_like=True):
     """The outcome of one emitting item: the accepted drafts and then one token of the target model itself.
 
-    ``len(tokens)`` is 1 + accepted drafts. ``logprobs`` is empty or of the same length.
+    ``len(tokens)`` is 1 + accepted drafts. ``logprobs`` is empty or of the same length. With an ``error`` there are no tokens: nothing
+    could be sampled for this request, and what its item computed is not to be used; it ends, and it alone.
     """
 
     request: RequestId
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
+    error: str | None = None
 
 
 class RankResult(msgspec.Struct, frozen=True, array_like=True):

@@ -48,8 +48,8 @@ class Sequence:
     """
 
     __slots__ = (
-        "blocks", "cached_tokens_first", "children", "deferred_build", "deferred_step", "host_blocks", "host_state", "id", "limit",
-        "lock_node", "min_tokens_end", "namespace", "num_computed", "num_expected", "num_locked_blocks", "num_passes", "num_planned",
+        "blocks", "cached_tokens_first", "children", "deferred_build", "deferred_step", "failed", "host_blocks", "host_state", "id",
+        "limit", "lock_node", "min_tokens_end", "namespace", "num_computed", "num_expected", "num_locked_blocks", "num_passes", "num_planned",
         "num_preemptions", "num_prompt", "parent", "priority", "prompt_build", "rank", "reserved_rank", "sequence_number", "slot",
         "started", "state", "stop_ids", "target", "tokens",
     )  # fmt: skip
@@ -61,6 +61,7 @@ class Sequence:
         self.priority = request.priority
         self.namespace = request.namespace
         self.state = State.WAITING
+        self.failed = False  # an item of it could not be sampled: what it computed is in doubt
         self.tokens = array("i", request.prompt)
         self.num_prompt = len(request.prompt)
         self.limit = limit  # len(tokens) at which it ends by length

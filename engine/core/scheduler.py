@@ -247,7 +247,9 @@ class Scheduler:
             self._commit_rank(rank_plan, rank_result, sequences, now_s)
             if self.config.draft_tokens:
                 outcomes = zip((item for item in rank_plan.items if item.emits), rank_result.items, strict=True)
-                for item, outcome in ((item, outcome) for item, outcome in outcomes if item.num_draft_tokens):
+                for item, outcome in outcomes:
+                    if not item.num_draft_tokens or outcome.error is not None:
+                        continue
                     verified += 1
                     drafted += item.num_draft_tokens
                     accepted += len(outcome.tokens) - 1
@@ -270,7 +272,8 @@ class Scheduler:
                 outcome = results[next_result]
                 next_result += 1
                 count = len(outcome.tokens)
-                if outcome.request != item.request or not 1 <= count <= 1 + item.num_draft_tokens:
+                possible = count == 0 if outcome.error is not None else 1 <= count <= 1 + item.num_draft_tokens
+                if outcome.request != item.request or not possible:
                     raise InvariantError(
                         f"a result of request {outcome.request} with {count} tokens for an item of {item.request} with "
                         f"{item.num_draft_tokens} drafts"
@@ -278,6 +281,10 @@ class Scheduler:
             state = sequence.state
             if state is finished:
                 continue  # it ended while this ran: the result is of no use to anybody
+            if outcome is not None and outcome.error is not None:
+                sequence.failed = True
+                self._end(sequence, Transition.FAIL, "error", now_s, message=outcome.error)
+                continue
             if outcome is not None and state is running and item.num_computed_tokens >= sequence.target:
                 # The common case: decoded tokens, the last of which may end the request.
                 new, tokens = outcome.tokens, sequence.tokens
@@ -348,7 +355,8 @@ class Scheduler:
             for tail in pins:
                 rank.tails.unpin(tail)
             for sequence, position, tail in saves:
-                if attach:
+                # Window rows of a failed sequence may hold what made it fail, and a tail is found by tokens alone.
+                if attach and not sequence.failed:
                     rank.attach_tail(sequence, position, tail)
                 else:
                     rank.tails.release(tail)

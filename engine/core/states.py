@@ -33,7 +33,7 @@ class Transition(enum.Enum):
     FINISH = "finish"  # end token, length
     STOP = "stop"  # the gateway found a stop string
     ABORT = "abort"  # the client left
-    FAIL = "fail"  # a worker died
+    FAIL = "fail"  # a worker died, or could not sample it
 
 
 _END = {Transition.STOP: State.FINISHED, Transition.ABORT: State.FINISHED, Transition.FAIL: State.FINISHED}
