@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 import trio
 
+from engine.api.auth import NOBODY, Tenant
 from engine.api.errors import ApiError, as_api_error
+from engine.core.errors import InvariantError
 
 if TYPE_CHECKING:
     from engine.api.context import ApiContext
@@ -27,23 +29,21 @@ Send = Callable[[Message], Awaitable[None]]
 Access = Literal["public", "key", "metrics"]
 Headers = tuple[tuple[str, str], ...]
 
+# What nobody reads of a body: for how long it is taken in and thrown away, so that the client is still there to read the answer.
+LINGER_S = 2.0
+CLIENT_LEFT = 499  # of the log; no client sees it
+CLOSE: Headers = (("connection", "close"),)
+
 _log = logging.getLogger("twinfer.api")
 _encoder = msgspec.json.Encoder()
 
 
-class Tenant(msgspec.Struct, frozen=True):
-    """Who asks. ``salt`` keeps the KV of different keys apart; None where the server has no keys."""
-
-    key_id: str | None = None  # of the log: never the key
-    salt: str | None = None
-
-
 class ClientGone(Exception):  # noqa: N818 - not an error of ours
-    """The client has left or takes nothing: there is nobody to answer."""
+    """The client has left: there is nobody to answer."""
 
 
 class Call:
-    """``body`` is complete when the handler is called."""
+    """``body`` is complete when the handler is called. ``notes`` (numbers and names, never text of the client's) go to the log line."""
 
     def __init__(self, context: ApiContext, scope: Scope, receive: Receive, send: Send) -> None:
         self._context = context
@@ -51,11 +51,24 @@ class Call:
         self._send = send
         self.scope = scope
         self.id = secrets.token_hex(12)
-        self.tenant = Tenant()
+        self.tenant: Tenant = NOBODY
         self.body = b""
+        self.notes: dict[str, Any] = {}
         self.started = False  # headers are out
+        self.complete = False  # the last byte is out, or on its way
         self.status: int | None = None
+        self._body_read = False
         self._writer: EventWriter | None = None
+
+    @property
+    def path_params(self) -> dict[str, Any]:
+        """What the route's braces matched."""
+        params: dict[str, Any] = self.scope.get("path_params", {})
+        return params
+
+    def header(self, name: bytes) -> bytes | None:
+        """The first header of this (lower-case) name."""
+        return next((value for key, value in self.scope["headers"] if key == name), None)
 
     async def send_json(self, value: object, *, status: int = 200, headers: Headers = ()) -> None:
         await self.send_bytes(_encoder.encode(value), "application/json", status=status, headers=headers)
@@ -64,6 +77,10 @@ class Call:
         await self._start(status, (("content-type", content_type), ("content-length", str(len(data))), *headers))
         await self._put(data, more=False)
 
+    async def send_empty(self, status: int, headers: Headers = ()) -> None:
+        await self._start(status, headers)
+        await self._put(b"", more=False)
+
     def events(self, error_frame: Callable[[ApiError], bytes] | None = None) -> EventWriter:
         """Answer with server-sent events. ``error_frame`` renders what goes wrong after the headers; the default is OpenAI's."""
         self._writer = EventWriter(self, error_frame or _error_frame)
@@ -71,95 +88,134 @@ class Call:
 
     # -- for the endpoint -----------------------------------------------------------------------------------------------------
 
-    async def run(self, handler: Handler) -> None:
+    async def run(self, handler: Handler, max_body_bytes: int) -> None:
         """Read the body, call ``handler`` while the client is there, answer for what it raises."""
-        config = self._context.config
+        limit_s = self._context.config.request_timeout_s
         try:
-            with trio.move_on_after(config.request_timeout_s) as limit:
-                await self._read_body()
+            with trio.move_on_after(limit_s) as limit:
+                await self._read_body(max_body_bytes)
                 await self._run_watched(handler)
             if limit.cancelled_caught:
-                await self._answer_error(
-                    ApiError(408, f"the request took longer than {config.request_timeout_s:g} s", type="timeout_error", code="timeout")
-                )
+                message = f"the request took longer than {limit_s:g} s"
+                await self._answer(ApiError(504, message, type="timeout_error", code="request_timeout"))
         except ClientGone:
-            self.status = 499
+            self.status = CLIENT_LEFT
+        except ApiError as error:
+            await self.refuse(error)
+
+    async def refuse(self, error: ApiError) -> None:
+        """Answer an error without the body. What still comes of it is thrown away for a moment: a connection that is closed on a client
+        that is still sending takes the answer with it.
+        """
+        if self._body_read:
+            await self._answer(error)
+            return
+        drained = trio.Event()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._discard_body, drained)
+            data = _encoder.encode(error.body)
+            closing = () if _is_bodiless(self.scope) else CLOSE
+            headers = (("content-type", "application/json"), ("content-length", str(len(data))), *error.headers, *closing)
+            await self._start(error.status, headers)
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+            with trio.move_on_after(LINGER_S):
+                await drained.wait()
+            await self._put(b"", more=False)
+            nursery.cancel_scope.cancel()
+
+    async def _discard_body(self, drained: trio.Event) -> None:
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                drained.set()
 
     async def _run_watched(self, handler: Handler) -> None:
-        failure: Exception | None = None
+        """Call the handler; cancel it when the client leaves. A disconnect after the last byte is the end of every connection."""
+        failure: BaseException | None = None
         gone = False
 
         async def watch() -> None:
             nonlocal gone
             while (await self._receive())["type"] != "http.disconnect":
                 pass
-            gone = True
-            nursery.cancel_scope.cancel()
+            if not self.complete:
+                gone = True
+                nursery.cancel_scope.cancel()
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(watch)
             try:
                 await handler(self._context, self)
+                if not self.complete:
+                    failure = InvariantError(f"the handler of {self.scope['path']} ended without an answer")
             except Exception as error:
                 failure = error
-            nursery.cancel_scope.cancel()
+            except BaseExceptionGroup as group:
+                # Tasks of the handler's: its own failure beside the cancellation of the others.
+                cancelled, failure = group.split(trio.Cancelled)
+                if cancelled is None:
+                    raise
+                raise cancelled from None
+            finally:
+                nursery.cancel_scope.cancel()
         if gone:
+            self._log_fault(failure)
             raise ClientGone
         if failure is not None:
-            if isinstance(failure, ClientGone):
-                raise failure
-            await self.answer_failure(failure)
+            await self._answer_failure(failure)
 
-    async def answer_failure(self, failure: Exception) -> None:
-        error = as_api_error(failure, ready=self._context.engine.health.ok)
-        if error.status == 500:
+    def _log_fault(self, failure: BaseException | None) -> None:
+        """What a handler raised when nobody reads the answer any more: faults of ours are still faults."""
+        if failure is not None and self._as_api_error(failure).status == 500:
             _log.error("request %s failed", self.id, exc_info=failure)
-        await self._answer_error(error)
 
-    async def _answer_error(self, error: ApiError) -> None:
+    async def _answer_failure(self, failure: BaseException) -> None:
+        if isinstance(failure, ClientGone):
+            raise failure
+        self._log_fault(failure)
+        await self._answer(self._as_api_error(failure))
+
+    def _as_api_error(self, failure: BaseException) -> ApiError:
+        while isinstance(failure, BaseExceptionGroup):  # the first of a handler's tasks to fail
+            failure = failure.exceptions[0]
+        assert isinstance(failure, Exception)
+        return as_api_error(failure, ready=self._context.engine.health.ok)
+
+    async def _answer(self, error: ApiError) -> None:
+        if self.complete:
+            return
         if not self.started:
             await self.send_json(error.body, status=error.status, headers=error.headers)
         elif self._writer is not None:
             self.status = error.status
             await self._writer.fail(error)
+        # Headers without their body: the connection is closed, and the client sees that the answer is cut.
 
-    async def _read_body(self) -> None:
-        config = self._context.config
-        limit = config.max_body_bytes
-        declared = dict(self.scope["headers"]).get(b"content-length", b"")
-        if declared.isdigit() and int(declared) > limit:
-            raise await self._refuse_body(limit)
+    async def _read_body(self, limit: int) -> None:
+        """Raises ApiError for a body that is too large or too slow, as early as that is known; ClientGone where it never comes."""
+        declared = self.header(b"content-length")
+        if declared is not None and int(declared) > limit:  # digits: the protocol has checked that
+            raise _too_large(limit)
+        timeout_s = self._context.config.body_timeout_s
         parts: list[bytes] = []
         size = 0
-        with trio.move_on_after(config.body_timeout_s) as deadline:
-            while True:
+        with trio.move_on_after(timeout_s) as deadline:
+            while not self._body_read:
                 message = await self._receive()
                 if message["type"] == "http.disconnect":
                     raise ClientGone
                 part = message.get("body", b"")
                 size += len(part)
                 if size > limit:
-                    raise await self._refuse_body(limit)
+                    raise _too_large(limit)
                 parts.append(part)
-                if not message.get("more_body", False):
-                    break
+                self._body_read = not message.get("more_body", False)
         if deadline.cancelled_caught:
-            await self._answer_error(
-                ApiError(408, f"the body did not arrive within {config.body_timeout_s:g} s", type="timeout_error", code="body_timeout",
-                         headers=(("connection", "close"),))
-            )  # fmt: skip
-            raise ClientGone
+            raise ApiError(408, f"the body did not arrive within {timeout_s:g} s", type="timeout_error", code="body_timeout")
         self.body = b"".join(parts)
 
-    async def _refuse_body(self, limit: int) -> ClientGone:
-        """Answer without reading on: the connection cannot be used any more."""
-        await self._answer_error(
-            ApiError(413, f"the body has more than {limit} bytes", type="invalid_request_error", code="body_too_large",
-                     headers=(("connection", "close"),))
-        )  # fmt: skip
-        return ClientGone()
-
     # -- sending --------------------------------------------------------------------------------------------------------------
+    # A client that takes nothing for client_timeout_s is cut off by its connection, which is a disconnect to us.
 
     async def _start(self, status: int, headers: Iterable[tuple[str, str]]) -> None:
         self.started = True
@@ -169,11 +225,8 @@ class Call:
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
 
     async def _put(self, data: bytes, *, more: bool) -> None:
-        """Send under a deadline: what the client does not take for ``send_timeout_s`` it will not get."""
-        with trio.move_on_after(self._context.config.send_timeout_s) as deadline:
-            await self._send({"type": "http.response.body", "body": data, "more_body": more})
-        if deadline.cancelled_caught:
-            raise ClientGone
+        self.complete = not more
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
 
 class EventWriter:
@@ -184,7 +237,7 @@ class EventWriter:
         self._error_frame = error_frame
 
     async def write(self, frames: bytes) -> None:
-        """Send one or more whole frames. Raises ClientGone where the client takes nothing for ``send_timeout_s``."""
+        """Send one or more whole frames."""
         if not self._call.started:
             headers = (("content-type", "text/event-stream; charset=utf-8"), ("cache-control", "no-cache"), ("x-accel-buffering", "no"))
             await self._call._start(200, headers)
@@ -215,6 +268,16 @@ DONE_FRAME = b"data: [DONE]\n\n"
 
 def _error_frame(error: ApiError) -> bytes:
     return frame(error.body)
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body has more than {limit} bytes", type="invalid_request_error", code="body_too_large")
+
+
+def _is_bodiless(scope: Scope) -> bool:
+    """Whether the head of the request announces no body: then the connection can be used again."""
+    names = {name for name, _ in scope["headers"]}
+    return not names & {b"content-length", b"transfer-encoding"}
 
 
 Handler = Callable[["ApiContext", Call], Awaitable[None]]

@@ -23,11 +23,14 @@ class ApiConfig(msgspec.Struct, frozen=True):
     # The longest prompt in JSON escapes, with room for tools.
     max_body_bytes: int = 64 << 20
     body_timeout_s: float = 30.0  # from the head of a request to the end of its body
-    # A client that takes nothing for this long is dropped and its blocks are freed.
-    send_timeout_s: float = 30.0
+    # A client that takes nothing for this long is cut off and its blocks are freed.
+    client_timeout_s: float = 30.0
     request_timeout_s: float = 3600.0  # a whole request
     keep_alive_timeout_s: float = 75.0  # longer than the usual pools' think time, so that they are not closed under the client
     max_connections: int = 4096
+    health_timeout_s: float = 5.0  # an actor not heard of for longer makes /health 503
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None  # None where the certificate's file has the key too
     max_samples: int = 128
     max_schema_bytes: int = 256 << 10
     max_prompts: int = 256  # in one /v1/completions request

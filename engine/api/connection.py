@@ -1,0 +1,137 @@
+"""hypercorn's HTTP/1.1 connection with the bounds that a server of long streams needs.
+
+What hypercorn leaves open: a send to a client that takes nothing cannot be cancelled and has no end; an error outside the application
+takes the whole server down. HTTP/2 is not spoken (a proxy in front does): a stream of it that a client does not read waits without end.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import h11
+import trio
+from hypercorn.app_wrappers import ASGIWrapper
+from hypercorn.config import Config
+from hypercorn.events import Closed, Event, RawData
+from hypercorn.protocol.h11 import H11Protocol
+from hypercorn.trio.task_group import TaskGroup
+from hypercorn.trio.tcp_server import TCPServer
+from hypercorn.trio.worker_context import WorkerContext
+from hypercorn.typing import ConnectionState
+from hypercorn.utils import parse_socket_addr
+
+Stream = trio.SocketStream | trio.SSLStream[trio.SocketStream]
+
+# Each piece has its own deadline, so a slow client is one below 64 KiB in send_timeout_s.
+_PIECE_BYTES = 64 << 10
+
+_log = logging.getLogger("twinfer.http")
+
+
+class Connection(TCPServer):
+    """One client. ``run`` returns when it is gone and never raises an error of one connection's into the server."""
+
+    def __init__(self, app: ASGIWrapper, config: Config, context: WorkerContext, stream: Stream, send_timeout_s: float) -> None:
+        super().__init__(app, config, context, {}, stream)  # type: ignore[arg-type]
+        self._send_timeout_s = send_timeout_s
+
+    async def run(self) -> None:
+        try:
+            await self._run()
+        except* OSError:
+            pass  # the client's side of the connection
+        except* Exception as group:
+            _log.error("a connection failed", exc_info=group)
+
+    async def _run(self) -> None:
+        try:
+            is_tls = isinstance(self.stream, trio.SSLStream)
+            if is_tls and not await self._shake_hands():
+                return
+            socket = self.stream.transport_stream.socket if is_tls else self.stream.socket
+            client = parse_socket_addr(socket.family, socket.getpeername())
+            server = parse_socket_addr(socket.family, socket.getsockname())
+            async with TaskGroup() as self._task_group:
+                self.protocol = _Http11(  # type: ignore[assignment]
+                    self.app, self.config, self.context, self._task_group, ConnectionState({}), is_tls, client, server, self.protocol_send
+                )
+                await self.idle_task.restart(self._task_group, self._idle_timeout)
+                await self._read_data()
+        finally:
+            await trio.aclose_forcefully(self.stream)
+
+    async def _shake_hands(self) -> bool:
+        try:
+            with trio.move_on_after(self.config.ssl_handshake_timeout) as deadline:
+                await self.stream.do_handshake()
+        except trio.BrokenResourceError:
+            return False
+        return not deadline.cancelled_caught
+
+    async def protocol_send(self, event: Event) -> None:
+        """Shielded: what is half sent cannot be continued. Bounded: a client that takes nothing is cut off."""
+        if not isinstance(event, RawData):
+            await super().protocol_send(event)
+            return
+        data = memoryview(event.data)
+        async with self.send_lock:
+            for start in range(0, len(data), _PIECE_BYTES):
+                if not await self._send_piece(data[start : start + _PIECE_BYTES]):
+                    break
+            else:
+                return
+        await trio.aclose_forcefully(self.stream)
+        await self.protocol.handle(Closed())
+
+    async def _send_piece(self, piece: memoryview) -> bool:
+        with trio.move_on_after(self._send_timeout_s, shield=True) as deadline:
+            try:
+                await self.stream.send_all(piece)
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                return False
+        if deadline.cancelled_caught:
+            _log.info("a client took nothing for %g s and was cut off", self._send_timeout_s)
+        return not deadline.cancelled_caught
+
+
+class _Http11(H11Protocol):
+    async def _check_protocol(self, event: h11.Request) -> None:
+        """No change to another version of HTTP, whatever the client proposes."""
+
+
+async def serve_connections(
+    listeners: list[trio.SocketListener | trio.SSLListener[trio.SocketStream]],
+    connect: Callable[[Stream], Connection],
+    max_connections: int,
+    nursery: trio.Nursery,
+) -> None:
+    """Accept for ever; connections run in ``nursery``. Above ``max_connections`` newcomers wait in the kernel's queue."""
+    slots = trio.Semaphore(max_connections)
+
+    async def handle(stream: Stream) -> None:
+        try:
+            await connect(stream).run()
+        finally:
+            slots.release()
+
+    await trio.serve_listeners(handle, [_Capped(listener, slots) for listener in listeners], handler_nursery=nursery)
+
+
+class _Capped(trio.abc.Listener[Stream]):
+    """A listener that accepts only while there is a slot; whoever ends the connection gives it back."""
+
+    def __init__(self, listener: trio.SocketListener | trio.SSLListener[trio.SocketStream], slots: trio.Semaphore) -> None:
+        self._listener = listener
+        self._slots = slots
+
+    async def accept(self) -> Stream:
+        await self._slots.acquire()
+        try:
+            return await self._listener.accept()
+        except BaseException:
+            self._slots.release()
+            raise
+
+    async def aclose(self) -> None:
+        await self._listener.aclose()

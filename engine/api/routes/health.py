@@ -1,0 +1,62 @@
+"""Is the server well, and what is it: /health and its parts, /version, /server_info."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from engine.api.call import Call
+from engine.api.context import ApiContext
+from engine.version import VERSION
+
+
+class HealthReport(msgspec.Struct, frozen=True):
+    """``actors``: seconds since each gave a sign of life."""
+
+    ok: bool
+    state: str
+    message: str
+    actors: dict[str, float]
+
+
+def report(context: ApiContext) -> HealthReport:
+    """Well is an engine that takes requests and whose every actor was heard of within ``health_timeout_s``."""
+    health = context.engine.health
+    ages_s = {name: round(age_s, 3) for name, age_s in context.engine.heartbeat_ages_s().items()}
+    limit_s = context.config.health_timeout_s
+    silent = [f"{name} has given no sign of life for {age_s:.1f} s" for name, age_s in ages_s.items() if age_s > limit_s]
+    message = health.message or "; ".join(silent)
+    return HealthReport(health.ok and not silent, health.state, message, ages_s)
+
+
+async def health(context: ApiContext, call: Call) -> None:
+    found = report(context)
+    await call.send_json(found, status=200 if found.ok else 503)
+
+
+async def live(_: ApiContext, call: Call) -> None:
+    """The process answers; whether it can serve is what ``ready`` says."""
+    await call.send_json({"ok": True})
+
+
+async def version(_: ApiContext, call: Call) -> None:
+    await call.send_json({"version": VERSION})
+
+
+async def server_info(context: ApiContext, call: Call) -> None:
+    """The facts of the start-up summary and the numbers of this moment."""
+    stats = context.engine.stats()
+    value: dict[str, Any] = msgspec.to_builtins(context.info)
+    value["full_length_requests"] = context.info.full_length_requests
+    value["stats"] = msgspec.to_builtins(stats)
+    if context.info.draft_tokens:
+        counters = context.metrics.counters
+        steps, accepted = counters.verified_items, counters.accepted_tokens
+        value["drafts"] = {
+            "verified_items": steps,
+            "draft_tokens": counters.draft_tokens,
+            "accepted_tokens": accepted,
+            "acceptance_length": 1 + accepted / steps if steps else None,
+        }
+    await call.send_json(value)
