@@ -15,17 +15,18 @@ from engine.core.tensors import FP32, expected_tensors
 _GROUPS: tuple[tuple[str, str], ...] = (
     ("mtp.", "draft"), ("engram.embed", "engram_tables"), ("engram.", "engram_projection"), ("compressor.", "compressor"),
     ("indexer.", "indexer"), ("attn_norm", "norm"), ("ffn_norm", "norm"), ("layernorm", "norm"), (".experts.", "routed_experts"),
-    ("shared_experts", "shared_experts"), ("ffn.gate", "router"), ("hc_", "mhc"), ("attn.", "attention"), ("mlp.", "dense_ffn"),
-    ("embed", "embedding"), ("lm_head", "lm_head"), ("head.", "lm_head"), ("norm", "norm"),
+    ("shared_experts", "shared_experts"), ("ffn.gate", "router"), ("mlp.gate.", "router"), ("hc_", "mhc"), ("attn.", "attention"),
+    ("mlp.", "dense_ffn"), ("embed", "embedding"), ("lm_head", "lm_head"), ("head.", "lm_head"), ("norm", "norm"),
 )  # fmt: skip
 
 
 class ParameterCounts(msgspec.Struct, frozen=True):
-    """``by_group`` adds up to ``total``; ``fp32`` of them are stored in float32 whatever the dtype."""
+    """``by_group`` adds up to ``total``; ``fp32`` of them are stored in float32 whatever the dtype, ``fp32_by_group`` says which."""
 
     total: int
     fp32: int
     by_group: dict[str, int]
+    fp32_by_group: dict[str, int]
 
 
 class KVFormat(msgspec.Struct, frozen=True):
@@ -38,20 +39,49 @@ class KVFormat(msgspec.Struct, frozen=True):
 
 def count_parameters(spec: ModelSpec) -> ParameterCounts:
     by_group: dict[str, int] = {}
-    total = fp32 = 0
+    fp32_by_group: dict[str, int] = {}
     for name, tensor in expected_tensors(spec).items():
         group = next(group for text, group in _GROUPS if text in name)
         count = tensor.num_elements
         by_group[group] = by_group.get(group, 0) + count
-        total += count
-        fp32 += count if tensor.kind == FP32 else 0
-    return ParameterCounts(total, fp32, by_group)
+        if tensor.kind == FP32:
+            fp32_by_group[group] = fp32_by_group.get(group, 0) + count
+    return ParameterCounts(sum(by_group.values()), sum(fp32_by_group.values()), by_group, fp32_by_group)
 
 
 def weight_bytes(spec: ModelSpec, element_bytes: int) -> int:
     """Unquantised weights with ``element_bytes`` an element (2: bf16), float32 parameters at 4."""
     counts = count_parameters(spec)
     return (counts.total - counts.fp32) * element_bytes + counts.fp32 * 4
+
+
+def touched_experts(num_experts: int, experts_per_token: int, num_tokens: int) -> float:
+    """Expected number of distinct experts that ``num_tokens`` tokens choose, where every expert is equally likely."""
+    return num_experts * (1.0 - (1.0 - experts_per_token / num_experts) ** num_tokens)
+
+
+def step_weight_bytes(spec: ModelSpec, num_tokens: int, element_bytes: int = 2) -> float:
+    """Bytes of backbone weights that a step of ``num_tokens`` tokens reads, each once: of the routed experts those it touches (expected,
+    under even routing), of embedding and Engram tables one row a look-up. The draft's are read in rounds of their own and not counted."""
+    counts = count_parameters(spec)
+    share, rows = 0.0, {"embedding": num_tokens * spec.hidden_size}
+    if isinstance(spec, V41Spec):
+        share = touched_experts(spec.num_experts, spec.experts_per_token, num_tokens) / spec.num_experts
+        if spec.engram is not None:
+            looked_up = num_tokens * spec.engram.num_columns * spec.engram.head_dim * len(spec.engram.layer_ids)
+            rows["engram_tables"] = looked_up
+    elif spec.moe is not None:
+        share = touched_experts(spec.moe.num_experts, spec.moe.experts_per_token, num_tokens) / spec.moe.num_experts
+    if isinstance(spec, DenseSpec) and spec.tie_word_embeddings:
+        del rows["embedding"]  # read whole, as the head
+    total = 0.0
+    for group, count in counts.by_group.items():
+        if group == "draft":
+            continue
+        wide = counts.fp32_by_group.get(group, 0)
+        read = share * count if group == "routed_experts" else min(count, rows.get(group, count))
+        total += 4 * wide + element_bytes * (read - wide)
+    return total
 
 
 # --- KV ------------------------------------------------------------------------------------------------------------------
@@ -115,8 +145,12 @@ def gemm_flops(spec: ModelSpec) -> GemmFlops:
     head = 2 * spec.hidden_size * spec.vocab_size
     if isinstance(spec, DenseSpec):
         hidden, width, kv_width = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        layer = 2 * (hidden * (2 * width + 2 * kv_width) + 3 * hidden * spec.intermediate_size)
-        return GemmFlops((layer,) * spec.num_layers, head)
+        projections, mlp = hidden * (2 * width + 2 * kv_width), 3 * hidden * spec.intermediate_size
+        experts = 0
+        if spec.moe is not None:
+            experts = hidden * (spec.moe.num_experts + 3 * spec.moe.experts_per_token * spec.moe.intermediate_size)
+        layers = tuple(2 * (projections + (experts if spec.is_moe(layer) else mlp)) for layer in range(spec.num_layers))
+        return GemmFlops(layers, head)
     return GemmFlops(tuple(2 * _v41_layer_macs(spec, layer) for layer in range(spec.num_layers)), head)
 
 

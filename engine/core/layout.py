@@ -64,8 +64,14 @@ class Layout(msgspec.Struct, frozen=True):
             if spec.dspark:
                 divisions.append(("dspark_n_routed_experts", spec.dspark.num_experts, "ep", self.ep))
         elif isinstance(spec, DenseSpec):
-            divisions.append(("intermediate_size", spec.intermediate_size, "tp", self.tp))
-            if self.ep > 1:
+            if spec.num_moe_layers < spec.num_layers:
+                divisions.append(("intermediate_size", spec.intermediate_size, "tp", self.tp))
+            if spec.moe is not None:
+                divisions += [
+                    ("num_experts", spec.moe.num_experts, "ep", self.ep),
+                    ("moe_intermediate_size", spec.moe.intermediate_size, "tp*dp/ep", self.expert_tp),
+                ]
+            elif self.ep > 1:
                 raise ConfigError(f"layout {self}: {spec.name} has no experts; ep must be 1")
         for what, value, name, degree in divisions:
             if value % degree:

@@ -21,6 +21,7 @@ _STATE_BYTES = 4  # the compressor's pending rows are float32
 _WIDE = (
     "head.weight", "ffn.gate.weight", "markov_head.embed.weight", "markov_head.head.weight", "confidence_head.proj.weight",
 )  # fmt: skip
+_DENSE_WIDE = "mlp.gate.weight"
 _FOLDED = "engram.q_weight"
 _FOLDED_AWAY = "engram.k_weight"
 _WINDOW_SLACK_ROWS = 2  # see the V4.1 cache: room for a fork that lags one token behind
@@ -48,13 +49,13 @@ def held_weight_bytes(spec: ModelSpec, dtype: str) -> int:
     """Bytes of the weights as a worker holds them, which is a little more than the checkpoint's.
 
     V4.1: the float32 parts of the maths are kept in float32 (head, router, ratio-2 compressor, Markov and confidence heads), and Engram's
-    two gate gains are folded into one. Dense: each weight once, a tied head shared with the embedding.
+    two gate gains are folded into one. Dense: each weight once, a tied head shared with the embedding; Qwen3-MoE's routers in float32.
     """
     element = DTYPE_BYTES[dtype]
     total = weight_bytes(spec, element)
     tensors = expected_tensors(spec)
     if isinstance(spec, DenseSpec):
-        return total
+        return total + sum(tensor.num_elements * (4 - element) for name, tensor in tensors.items() if name.endswith(_DENSE_WIDE))
     for name, tensor in tensors.items():
         if tensor.kind == FP32:
             continue

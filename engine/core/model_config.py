@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.core.errors import ConfigError
-from engine.core.specs import DenseSpec, DSparkSpec, EngramSpec, ModelSpec, RopeScaling, V41Spec
+from engine.core.specs import DenseSpec, DSparkSpec, EngramSpec, ModelSpec, MoeSpec, RopeScaling, V41Spec
 
-DENSE_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+QWEN3_MOE_ARCHITECTURE = "Qwen3MoeForCausalLM"
+DENSE_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", QWEN3_MOE_ARCHITECTURE)
 V41_ARCHITECTURE = "DeepseekV41ForCausalLM"
 MAX_DIMENSION = 1 << 24  # no tensor side of a real model comes near it; stops absurd allocations at the door
 MAX_LAYERS = 1024
@@ -144,12 +145,13 @@ def _dense_spec(reader: _Reader, name: str, architecture: str) -> DenseSpec:
         raise reader.refuse("use_sliding_window", "false")
     attention_bias = reader.boolean("attention_bias", qwen2)
     max_positions = reader.integer("max_position_embeddings", 1, 1 << 30)
+    layers = reader.integer("num_hidden_layers", 1, MAX_LAYERS)
     return DenseSpec(
         name=name,
         architecture=architecture,
         vocab_size=reader.integer("vocab_size"),
         hidden_size=hidden,
-        num_layers=reader.integer("num_hidden_layers", 1, MAX_LAYERS),
+        num_layers=layers,
         num_heads=heads,
         num_kv_heads=reader.integer("num_key_value_heads", default=heads),
         head_dim=reader.integer("head_dim", default=hidden // heads) if reader.values.get("head_dim") else hidden // heads,
@@ -162,11 +164,26 @@ def _dense_spec(reader: _Reader, name: str, architecture: str) -> DenseSpec:
         attention_bias=attention_bias or qwen2,
         output_bias=attention_bias and not qwen2,
         mlp_bias=reader.boolean("mlp_bias", False),
-        qk_norm=architecture == "Qwen3ForCausalLM",
+        qk_norm=architecture in ("Qwen3ForCausalLM", QWEN3_MOE_ARCHITECTURE),
         bos_token_id=reader.optional_integer("bos_token_id"),
         eos_token_ids=_eos(reader),
         pad_token_id=reader.optional_integer("pad_token_id"),
+        moe=_moe_spec(reader, layers) if architecture == QWEN3_MOE_ARCHITECTURE else None,
     )
+
+
+def _moe_spec(reader: _Reader, layers: int) -> MoeSpec | None:
+    """None where no layer has experts: every ``decoder_sparse_step``-th layer has them, but for ``mlp_only_layers``."""
+    step = reader.integer("decoder_sparse_step", 1, MAX_DIMENSION, 1)
+    plain = () if reader.values.get("mlp_only_layers") is None else reader.integers("mlp_only_layers", 0, layers - 1)
+    moe = MoeSpec(
+        num_experts=reader.integer("num_experts"),
+        experts_per_token=reader.integer("num_experts_per_tok"),
+        intermediate_size=reader.integer("moe_intermediate_size"),
+        normalise_weights=reader.boolean("norm_topk_prob", False),
+        layer_ids=tuple(layer for layer in range(layers) if (layer + 1) % step == 0 and layer not in plain),
+    )
+    return moe if moe.layer_ids else None
 
 
 def _v41_spec(top: _Reader, name: str) -> V41Spec:

@@ -1,7 +1,7 @@
 """What a model is, in numbers: everything that shapes, costs and caches follow from. Pure data, no torch.
 
 Two families: ``V41Spec`` (DeepSeek-V4.1: compressed sparse attention, mHC, MoE, Engram, DSpark) and ``DenseSpec``
-(Llama, Qwen2, Qwen3). ``engine.core.model_config`` makes them from a config.json's dict.
+(Llama, Qwen2, Qwen3, and Qwen3-MoE, whose MLPs are routed experts). ``engine.core.model_config`` makes them from a config.json's dict.
 """
 
 from __future__ import annotations
@@ -183,8 +183,20 @@ class V41Spec(msgspec.Struct, frozen=True, tag="v41"):
         _check_token_ids(self.vocab_size, ids, self.eos_token_ids)
 
 
+class MoeSpec(msgspec.Struct, frozen=True):
+    """Routed experts in place of the MLP of the layers ``layer_ids`` (Qwen3-MoE): a float32 softmax over all experts, the
+    ``experts_per_token`` likeliest chosen."""
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int  # of one expert
+    normalise_weights: bool  # ``norm_topk_prob``: the chosen probabilities are divided by their sum
+    layer_ids: tuple[int, ...]
+
+
 class DenseSpec(msgspec.Struct, frozen=True, tag="dense"):
-    """LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM: grouped-query attention and a gated MLP."""
+    """LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM: grouped-query attention and a gated MLP. Qwen3MoeForCausalLM: the same with
+    experts for the MLP of some or all layers."""
 
     name: str
     architecture: str
@@ -207,6 +219,15 @@ class DenseSpec(msgspec.Struct, frozen=True, tag="dense"):
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     pad_token_id: int | None
+    moe: MoeSpec | None = None
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether ``layer`` has routed experts instead of an MLP."""
+        return self.moe is not None and layer in self.moe.layer_ids
+
+    @property
+    def num_moe_layers(self) -> int:
+        return len(self.moe.layer_ids) if self.moe else 0
 
     @property
     def has_sequence_state(self) -> bool:
@@ -219,6 +240,11 @@ class DenseSpec(msgspec.Struct, frozen=True, tag="dense"):
     def validate(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}")
+        if self.moe is not None:
+            if self.moe.experts_per_token > self.moe.num_experts:
+                raise ConfigError(f"num_experts_per_tok {self.moe.experts_per_token} exceeds num_experts {self.moe.num_experts}")
+            if any(not 0 <= layer < self.num_layers for layer in self.moe.layer_ids):
+                raise ConfigError(f"expert layers {self.moe.layer_ids} are not all among the {self.num_layers} layers")
         _check_token_ids(self.vocab_size, [("bos_token_id", self.bos_token_id), ("pad_token_id", self.pad_token_id)], self.eos_token_ids)
 
 

@@ -162,11 +162,8 @@ def _dense_tensors(spec: DenseSpec) -> dict[str, TensorSpec]:
             ("self_attn.k_proj", kv_width, hidden, spec.attention_bias),
             ("self_attn.v_proj", kv_width, hidden, spec.attention_bias),
             ("self_attn.o_proj", hidden, width, spec.output_bias),
-            ("mlp.gate_proj", spec.intermediate_size, hidden, spec.mlp_bias),
-            ("mlp.up_proj", spec.intermediate_size, hidden, spec.mlp_bias),
-            ("mlp.down_proj", hidden, spec.intermediate_size, spec.mlp_bias),
         )
-        for name, rows, columns, biased in projections:
+        for name, rows, columns, biased in (*projections, *_dense_mlp(spec, layer)):
             table.weight(f"{prefix}.{name}", LINEAR, rows, columns)
             if biased:
                 table.bare(f"{prefix}.{name}.bias", BIAS, rows)
@@ -179,3 +176,22 @@ def _dense_tensors(spec: DenseSpec) -> dict[str, TensorSpec]:
     if not spec.tie_word_embeddings:
         table.weight("lm_head", LINEAR, spec.vocab_size, hidden)
     return table.tensors
+
+
+def _dense_mlp(spec: DenseSpec, layer: int) -> list[tuple[str, int, int, bool]]:
+    """(name, rows, columns, has a bias) of the layer's MLP, or of its router and experts."""
+    moe = spec.moe
+    if moe is None or not spec.is_moe(layer):
+        return _gate_up_down("mlp", spec.hidden_size, spec.intermediate_size, spec.mlp_bias)
+    parts = [("mlp.gate", moe.num_experts, spec.hidden_size, False)]
+    for expert in range(moe.num_experts):
+        parts += _gate_up_down(f"mlp.experts.{expert}", spec.hidden_size, moe.intermediate_size, False)
+    return parts
+
+
+def _gate_up_down(prefix: str, hidden: int, inner: int, biased: bool) -> list[tuple[str, int, int, bool]]:
+    return [
+        (f"{prefix}.gate_proj", inner, hidden, biased),
+        (f"{prefix}.up_proj", inner, hidden, biased),
+        (f"{prefix}.down_proj", hidden, inner, biased),
+    ]

@@ -1,7 +1,8 @@
 """Mixture-of-experts matrix products: the routed experts (grouped, or all at once where they are tiny) and a gated MLP.
 
 Legend: T tokens, D hidden, E experts, I expert intermediate size, K experts a token. Weights: w13 [E, 2I, D] (gate rows, then up
-rows), w2 [E, I, D] (already transposed: both products read it as it lies).
+rows), w2 [E, I, D] (already transposed: both products read it as it lies). ``limit`` is the bound of SwiGLU's two halves (V4.1); None is
+no bound (Qwen).
 """
 
 from __future__ import annotations
@@ -21,13 +22,16 @@ _DENSE_WEIGHTS = {torch.float32: 1_000_000, torch.bfloat16: 4_000_000}  # of all
 _DENSE_MACS = {torch.float32: 5_000_000, torch.bfloat16: 60_000_000}
 
 
-def swiglu(gate: Tensor, up: Tensor, limit: float, weight: Tensor | None = None) -> Tensor:
+def swiglu(gate: Tensor, up: Tensor, limit: float | None, weight: Tensor | None = None) -> Tensor:
     """``silu(min(gate, limit)) * clamp(up, -limit, limit) * weight`` in float32, returned in ``gate.dtype``."""
-    hidden = functional.silu(gate.float().clamp(max=limit)) * up.float().clamp(-limit, limit)
+    if limit is None:
+        hidden = functional.silu(gate.float()) * up.float()
+    else:
+        hidden = functional.silu(gate.float().clamp(max=limit)) * up.float().clamp(-limit, limit)
     return (hidden if weight is None else hidden * weight).to(gate.dtype)
 
 
-def gated_ffn(x_TD: Tensor, w13_JD: Tensor, w2_ID: Tensor, limit: float) -> Tensor:
+def gated_ffn(x_TD: Tensor, w13_JD: Tensor, w2_ID: Tensor, limit: float | None) -> Tensor:
     """One gated MLP for all tokens (the shared expert, a dense layer): w13 [2I, D], w2 [I, D] (transposed). Returns [T, D]."""
     gate_TI, up_TI = functional.linear(x_TD, w13_JD).chunk(2, dim=-1)
     return swiglu(gate_TI, up_TI, limit) @ w2_ID
@@ -47,7 +51,7 @@ def expert_form(num_tokens: int, experts_per_token: int, w2_EID: Tensor) -> Lite
 
 
 @component("expert_gemm")
-def expert_gemm_single(x_1D: Tensor, weights_K: Tensor, ids_K: Tensor, w13_EJD: Tensor, w2_EID: Tensor, limit: float) -> Tensor:
+def expert_gemm_single(x_1D: Tensor, weights_K: Tensor, ids_K: Tensor, w13_EJD: Tensor, w2_EID: Tensor, limit: float | None) -> Tensor:
     """The experts of one token as two matrix-vector products over their gathered weights. Returns [1, D]."""
     hidden = x_1D.shape[1]
     num_chosen = ids_K.shape[0]
@@ -59,7 +63,7 @@ def expert_gemm_single(x_1D: Tensor, weights_K: Tensor, ids_K: Tensor, w13_EJD: 
 
 @component("expert_gemm")
 def expert_gemm_dense(
-    x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, w13_EJD: Tensor, w2_EID: Tensor, always_1E: Tensor, limit: float
+    x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, w13_EJD: Tensor, w2_EID: Tensor, always_1E: Tensor, limit: float | None
 ) -> Tensor:
     """Every expert for every token in two GEMMs, unchosen ones weighted 0; for few tokens and small experts.
 
@@ -75,7 +79,7 @@ def expert_gemm_dense(
 
 
 @component("expert_gemm")
-def expert_gemm(x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, w13_EJD: Tensor, w2_EID: Tensor, limit: float) -> Tensor:
+def expert_gemm(x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, w13_EJD: Tensor, w2_EID: Tensor, limit: float | None) -> Tensor:
     """Routed experts as grouped GEMMs over the (token, expert) pairs sorted by expert. Returns the weighted sum [T, D].
 
     The sum over a token's experts is taken in the order of ``ids_TK``, so it does not depend on the other tokens.

@@ -1,4 +1,7 @@
-"""The dense family (Llama, Qwen2, Qwen3) on a paged KV cache. Legend in engine.model.batch, attention's in kernels.attention_full."""
+"""The dense family (Llama, Qwen2, Qwen3, Qwen3-MoE) on a paged KV cache.
+
+Legend in engine.model.batch, attention's in kernels.attention_full.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,15 @@ from engine.model.base import DraftOutput, DraftRequest, ForwardOutput, KVCache,
 from engine.model.batch import ForwardBatch
 from engine.model.dense_cache import DenseCache
 from engine.model.dense_linear import Linear
+from engine.model.dense_moe import MoeFeedForward, load_moe
 
 _FEW_ROWS = 64  # up to here the compiled row kernels, which use one core, beat torch's, which wake all of them
+
+
+@dataclass(frozen=True, slots=True)
+class _Mlp:
+    gate_up: Linear
+    down: Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +39,13 @@ class _Layer:
     qk_gain_Hd: Tensor | None  # Qwen3: per-head gains of q (H times) and k (J times)
     output: Linear
     mlp_norm_D: Tensor
-    gate_up: Linear
-    down: Linear
+    feed_forward: _Mlp | MoeFeedForward
 
     def struct(self) -> list[int]:
-        """Layer of decode_cpu.c, its pool left open."""
+        """Layer of decode_cpu.c, its pool left open; it has no experts."""
+        assert isinstance(self.feed_forward, _Mlp)
         gain = 0 if self.qk_gain_Hd is None else self.qk_gain_Hd.data_ptr()
-        linears = (self.qkv, self.output, self.gate_up, self.down)
+        linears = (self.qkv, self.output, self.feed_forward.gate_up, self.feed_forward.down)
         pointers = [self.attention_norm_D.data_ptr(), gain, self.mlp_norm_D.data_ptr()]
         return [*pointers, *(value for linear in linears for value in linear.struct()), 0]
 
@@ -57,7 +67,9 @@ class DenseModel:
         self._norm_D = load.get("model.norm.weight")
         tied = spec.tie_word_embeddings
         self._head = Linear(self._embed_VD if tied else load.get("lm_head.weight"), native=self._native, shared=tied)
-        self._fused = None if self._native is None else _Fused(self._native, self._layers, self._norm_D, self._head, spec.rms_norm_eps)
+        self._fused: _Fused | None = None
+        if self._native is not None and spec.moe is None:
+            self._fused = _Fused(self._native, self._layers, self._norm_D, self._head, spec.rms_norm_eps)
         self.frequency_Q = rope_frequencies(spec.head_dim, spec.rope_theta, spec.rope_scaling).to(self.device)
         self._num_bytes = load.num_bytes
         self.rope_factor = spec.rope_scaling.attention_factor if spec.rope_scaling else 1.0
@@ -91,10 +103,16 @@ class DenseModel:
             if some_rows and index == len(self._layers) - 1:  # what follows acts on rows alone, and nobody reads the others
                 attended_TD, x_TD = attended_TD[batch.logit_rows_R], x_TD[batch.logit_rows_R]
             x_TD = layer.output.plus(attended_TD, x_TD)
-            x_TD = layer.down.plus(self._gated(layer.gate_up(self._normed(x_TD, layer.mlp_norm_D, few)), few), x_TD)
+            x_TD = self._feed_forward(layer, x_TD, few)
         hidden_RD = self._normed(x_TD if some_rows else x_TD[batch.logit_rows_R], self._norm_D, few)
         captures = {"hidden": hidden_RD} if "hidden" in capture else None
         return ForwardOutput(self._head.wide(hidden_RD), captures=captures)
+
+    def _feed_forward(self, layer: _Layer, x_TD: Tensor, few: bool) -> Tensor:
+        normed_TD, feed_forward = self._normed(x_TD, layer.mlp_norm_D, few), layer.feed_forward
+        if isinstance(feed_forward, MoeFeedForward):
+            return x_TD + feed_forward(normed_TD)
+        return feed_forward.down.plus(self._gated(feed_forward.gate_up(normed_TD), few), x_TD)
 
     def _normed(self, x_TD: Tensor, gain_D: Tensor, few: bool) -> Tensor:
         if few and self._native is not None:
@@ -121,7 +139,9 @@ class _Fused:
         self._native, self._norm_D, self._eps = native, norm_D, eps
         self._head = torch.tensor(head.struct())
         self._layers = torch.tensor([layer.struct() for layer in layers])
-        self._scratch_values = layers[0].qkv.out_features + max(layers[0].output.in_features, layers[0].down.in_features)
+        mlp = layers[0].feed_forward
+        assert isinstance(mlp, _Mlp)
+        self._scratch_values = layers[0].qkv.out_features + max(layers[0].output.in_features, mlp.down.in_features)
 
     def takes(self, rows: int, cache: DenseCache) -> bool:
         return rows <= decode_cpu.MAX_ROWS and decode_cpu.fits_block(cache.config.block_size)
@@ -180,9 +200,9 @@ class _Loader:
         self._weights, self._dtype, self._device, self._native = weights, dtype, device, native
         self.num_bytes = 0
 
-    def get(self, name: str) -> Tensor:
+    def get(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         # A copy, also where nothing changes: a view would keep the whole mapped file resident, and at its own alignment.
-        tensor = self._weights.get(name).to(self._device, self._dtype, copy=True)
+        tensor = self._weights.get(name).to(self._device, dtype or self._dtype, copy=True)
         self.num_bytes += tensor.numel() * tensor.element_size()
         return tensor
 
@@ -213,8 +233,14 @@ def _load_layer(load: _Loader, spec: DenseSpec, index: int) -> _Layer:
         qk_gain_Hd=qk_gain_Hd,
         output=load.stacked(f"{prefix}.self_attn", ("o_proj",), spec.output_bias, {}),
         mlp_norm_D=load.get(f"{prefix}.post_attention_layernorm.weight"),
-        gate_up=load.stacked(f"{prefix}.mlp", ("gate_proj", "up_proj"), spec.mlp_bias, {}),
-        down=load.stacked(f"{prefix}.mlp", ("down_proj",), spec.mlp_bias, {}),
+        feed_forward=load_moe(load, spec, f"{prefix}.mlp") if spec.is_moe(index) else _load_mlp(load, spec, f"{prefix}.mlp"),
+    )
+
+
+def _load_mlp(load: _Loader, spec: DenseSpec, prefix: str) -> _Mlp:
+    return _Mlp(
+        gate_up=load.stacked(prefix, ("gate_proj", "up_proj"), spec.mlp_bias, {}),
+        down=load.stacked(prefix, ("down_proj",), spec.mlp_bias, {}),
     )
 
 
