@@ -34,9 +34,14 @@ class Tokenizer:
             raise ConfigError(f"not a tokenizer.json: {error}") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self.json_bytes = data  # for libraries that build a tokenizer of their own from it
+        self.settings: Mapping[str, Any] = {}  # of tokenizer_config.json
         self.eos_token_ids = tuple(eos_token_ids)
         self.chat_template = chat_template
-        self._special_ids = frozenset(entry["id"] for entry in description.get("added_tokens") or () if entry.get("special"))
+        # ``control_ids``: the ids that are never text.
+        added = [entry for entry in description.get("added_tokens") or () if isinstance(entry, dict)]
+        self._special_ids = frozenset(entry["id"] for entry in added if entry.get("special"))
+        self.control_ids = self._special_ids | {entry["id"] for entry in added if _is_markup(entry.get("content"))}
         self._alphabet = _token_alphabet(description.get("decoder"))
         self._bytes_of = lru_cache(maxsize=1 << 16)(self._token_bytes)  # most of a vocabulary; some MB
 
@@ -56,6 +61,7 @@ class Tokenizer:
         if eos_text and (eos_id := tokenizer.token_id(eos_text)) is not None:
             eos_ids += (eos_id,)
         tokenizer.eos_token_ids = tuple(dict.fromkeys(eos_ids))
+        tokenizer.settings = settings
         return tokenizer
 
     @property
@@ -63,9 +69,18 @@ class Tokenizer:
         """Ids the tokenizer knows, added tokens included; a model's own vocabulary may be padded beyond."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
+    @property
+    def spells_bytes(self) -> bool:
+        """Whether ``token_bytes`` is exact, so that the bytes of tokens add up to those of their text."""
+        return self._alphabet is not None
+
     def token_id(self, text: str) -> int | None:
         found: int | None = self._tokenizer.token_to_id(text)
         return found
+
+    def is_special(self, token: int) -> bool:
+        """Whether decoding with ``skip_special_tokens`` leaves this token out."""
+        return token in self._special_ids
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``. Raises RequestError for text that is no Unicode (lone surrogates)."""
@@ -151,6 +166,11 @@ def _token_alphabet(decoder: Any) -> _ByteLevelAlphabet | _ByteFallbackAlphabet 
         if pattern and steps[0].get("content") == " ":
             return _ByteFallbackAlphabet(pattern)
     return None
+
+
+def _is_markup(content: Any) -> bool:
+    """Added tokens such as </think>, which many models do not flag as special: they mark up an answer and are no text of it."""
+    return isinstance(content, str) and len(content) > 2 and content.startswith("<") and content.endswith(">")
 
 
 def _chat_template(folder: Path, settings: Mapping[str, Any]) -> ChatTemplate | None:
