@@ -83,6 +83,8 @@ class Call:
 
     def events(self, error_frame: Callable[[ApiError], bytes] | None = None) -> EventWriter:
         """Answer with server-sent events. ``error_frame`` renders what goes wrong after the headers; the default is OpenAI's."""
+        if self._writer is None:
+            self._context.metrics.stream_opened()
         self._writer = EventWriter(self, error_frame or _error_frame)
         return self._writer
 
@@ -102,6 +104,9 @@ class Call:
             self.status = CLIENT_LEFT
         except ApiError as error:
             await self.refuse(error)
+        finally:
+            if self._writer is not None:
+                self._context.metrics.stream_closed()
 
     async def refuse(self, error: ApiError) -> None:
         """Answer an error without the body. What still comes of it is thrown away for a moment: a connection that is closed on a client

@@ -185,7 +185,7 @@ class ServerMetrics:
                     self.counters.prefill_tokens += item.num_new_tokens
                 else:  # a decode step computes the one token that it goes on from, and the drafts; more is a repetition
                     self.counters.recomputed_tokens += item.num_new_tokens - item.num_draft_tokens - item.emits
-                if item.num_draft_tokens and outcome is not None:
+                if item.num_draft_tokens and outcome is not None and outcome.error is None:
                     self._drafts(item.num_draft_tokens, len(outcome.tokens) - 1)
 
     def events(self, events: Sequence[Event]) -> None:

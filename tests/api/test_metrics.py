@@ -9,6 +9,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 import trio
+import trio.testing
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.actors.cache import CacheStats
@@ -485,8 +486,8 @@ def idle_engine() -> StubEngine:
     return engine
 
 
-@pytest.mark.usefixtures("autojump_clock")
-async def test_it_is_silent_while_idle(caplog: pytest.LogCaptureFixture) -> None:
+async def test_it_is_silent_while_idle(caplog: pytest.LogCaptureFixture, autojump_clock: trio.testing.MockClock) -> None:
+    del autojump_clock
     caplog.set_level("INFO", "twinfer.stats")
     metrics = started(idle_engine())
     async with trio.open_nursery() as nursery:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from engine.api.call import Access, Handler
-from engine.api.routes import health, models, tokenize
+from engine.api.routes import health, metrics, models, tokenize
 
 
 class Route(NamedTuple):
@@ -20,6 +20,7 @@ ROUTES: tuple[Route, ...] = (
     Route("/ping", "public", {"GET": health.health}),
     Route("/health/live", "public", {"GET": health.live}),
     Route("/health/ready", "public", {"GET": health.health}),
+    Route("/metrics", "metrics", {"GET": metrics.metrics}),
     Route("/version", "key", {"GET": health.version}),
     Route("/server_info", "key", {"GET": health.server_info}),
     Route("/get_server_info", "key", {"GET": health.server_info}),
