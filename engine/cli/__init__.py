@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 
-from engine.cli import bench, check, generate, logits, models
+from engine.cli import bench, check, generate, logits, models, serve
+from engine.cli.bench_serve_output import ReportWriter
 
 
-def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the engine's commands to the console script."""
+def register(commands: argparse._SubParsersAction[argparse.ArgumentParser], write_report: ReportWriter | None = None) -> None:
+    """Add the engine's commands to the console script. ``write_report`` draws what ``bench serve`` measured."""
     generate.add_parser(commands)
     logits.add_parser(commands)
     models.add_parser(commands)
     check.add_parser(commands)
-    bench.add_parser(commands)
+    bench.add_parser(commands, write_report)
+    serve.add_parser(commands)

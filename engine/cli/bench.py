@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import trio
 
+from engine.cli import bench_serve
+from engine.cli.bench_serve_output import ReportWriter
 from engine.cli.common import add_engine_arguments, log, print_config, print_json, resolve_options
 from engine.core.errors import CapacityError, ConfigError, StoppedError
 from engine.core.events import Event, Finished
@@ -33,8 +35,8 @@ FIRST_BATCHES = 9
 WARM_UP_STEPS = 2
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("bench", help="measure the engine", description="Measure the engine.")
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], write_report: ReportWriter | None = None) -> None:
+    parser = commands.add_parser("bench", help="measure the engine or a server", description="Measure the engine, or a server under load.")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     steps = actions.add_parser("steps", help="step times over batch sizes", description=__doc__, formatter_class=_Raw)
     steps.add_argument("model", metavar="MODEL")
@@ -47,6 +49,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     steps.add_argument("--components", action="store_true", help="time components too (a second, slower pass for the breakdown)")
     add_engine_arguments(steps)
     steps.set_defaults(run=run)
+    bench_serve.add_parser(actions, write_report)
 
 
 class _Raw(argparse.RawDescriptionHelpFormatter, argparse.HelpFormatter):

@@ -1,0 +1,57 @@
+"""What the benchmark asks the server before it starts: the model's name, and whether it counts tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import msgspec
+
+from engine.bench.prompts import MIN_SINGLE_WORDS, PromptMaker, single_token_words
+from engine.core.errors import TwinferError
+
+PROBE_TIMEOUT_S = 10.0
+
+
+async def first_model(http: httpx.AsyncClient) -> str:
+    """The first of /v1/models. Raises TwinferError where there is no such answer."""
+    body = await ask(http, "GET", "/v1/models")
+    try:
+        name = body["data"][0]["id"]
+    except (TypeError, KeyError, IndexError):
+        raise TwinferError(f"{http.base_url}v1/models names no model; give --model") from None
+    return str(name)
+
+
+async def ask(http: httpx.AsyncClient, method: str, path: str, body: object = None) -> Any:
+    """A small JSON question. Raises TwinferError that says what came instead of an answer."""
+    try:
+        content = None if body is None else msgspec.json.encode(body)
+        answer = await http.request(method, path, content=content, timeout=PROBE_TIMEOUT_S)
+    except httpx.HTTPError as error:
+        raise TwinferError(f"{http.base_url}{path.lstrip('/')}: {error or type(error).__name__}; is the server running?") from None
+    if answer.status_code != 200:
+        raise TwinferError(f"{http.base_url}{path.lstrip('/')} answered {answer.status_code}: {answer.text[:200]}")
+    try:
+        return msgspec.json.decode(answer.content)
+    except msgspec.DecodeError:
+        raise TwinferError(f"{http.base_url}{path.lstrip('/')} answered something else than JSON") from None
+
+
+async def make_prompts(http: httpx.AsyncClient, model: str, endpoint: str, seed: int) -> PromptMaker:
+    """The best source of exact lengths that the server offers; see engine.bench.prompts."""
+
+    async def count(text: str) -> int:
+        answer = await ask(http, "POST", "/tokenize", {"model": model, "prompt": text, "add_special_tokens": False})
+        number = answer.get("count", len(answer.get("tokens", ()))) if isinstance(answer, dict) else 0
+        if not isinstance(number, int) or number < 1:
+            raise TwinferError("/tokenize counts no tokens")
+        return number
+
+    try:
+        words = await single_token_words(count)
+    except TwinferError:
+        words = ()
+    if len(words) >= MIN_SINGLE_WORDS:
+        return PromptMaker("tokenize", seed, words)
+    return PromptMaker("ids" if endpoint == "completions" else "words", seed)
