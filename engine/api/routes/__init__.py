@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from engine.api.call import Access, Handler
-from engine.api.routes import health, metrics, models, tokenize
+from engine.api.routes import chat, completions, health, metrics, models, responses, tokenize
 
 
 class Route(NamedTuple):
@@ -26,6 +26,9 @@ ROUTES: tuple[Route, ...] = (
     Route("/get_server_info", "key", {"GET": health.server_info}),
     Route("/v1/models", "key", {"GET": models.list_models}),
     Route("/v1/models/{model:path}", "key", {"GET": models.show_model}),
+    Route("/v1/chat/completions", "key", {"POST": chat.chat_completions}),
+    Route("/v1/completions", "key", {"POST": completions.completions}),
+    Route("/v1/responses", "key", {"POST": responses.responses}),
     Route("/tokenize", "key", {"POST": tokenize.tokenize}),
     Route("/detokenize", "key", {"POST": tokenize.detokenize}),
 )
