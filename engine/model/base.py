@@ -71,6 +71,10 @@ class KVCache(Protocol):
 
     def copy_blocks(self, sources: list[int], destinations: list[int]) -> None: ...
 
+    def clear_blocks(self, blocks: list[int]) -> None:
+        """Overwrite with zeros what ``blocks`` held: masked positions still meet weight 0, and 0 times a stray NaN would be NaN."""
+        ...
+
     def reset_state(self, slots: list[int]) -> None:
         """Begin cold sequences."""
         ...

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from engine.core.cache_config import CacheConfig
 from engine.core.errors import ConfigError
+from engine.grammar_compiler import GrammarCompiler
+from engine.model.files import ModelFiles, read_model_files
+from engine.model.grammar_state import GrammarSource
 from engine.model.load import LoadFormat, LoadReport, load_model
 from engine.model.runner import Runner
+from engine.tokenizer import Tokenizer
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -46,8 +51,10 @@ def build_runner(config: RunnerConfig, report: LoadReport | None = None) -> Runn
         raise ConfigError(f"dtype is {config.dtype!r}; allowed: {', '.join(DTYPES)}")
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
+    files = read_model_files(config.model)
+    grammars = _grammars(files)  # begins to read the tokens while the weights are read
     loaded = load_model(
-        config.model,
+        files,
         dtype=DTYPES[config.dtype],
         device=torch.device(config.device),
         cache_rounding=config.cache_rounding,
@@ -55,4 +62,11 @@ def build_runner(config: RunnerConfig, report: LoadReport | None = None) -> Runn
         random_seed=config.random_seed,
         report=report,
     )
-    return Runner(loaded.model, config.cache, time_components=config.time_components)
+    return Runner(loaded.model, config.cache, grammars=grammars, time_components=config.time_components)
+
+
+def _grammars(files: ModelFiles) -> GrammarSource | None:
+    data, spec = files.tokenizer_json, files.spec
+    if data is None or not spec.eos_token_ids:
+        return None
+    return GrammarSource(GrammarCompiler(partial(Tokenizer, data), spec.vocab_size, spec.eos_token_ids))

@@ -50,6 +50,9 @@ class DenseCache:
     def copy_blocks(self, sources: list[int], destinations: list[int]) -> None:
         self._kv_L2NJPd[:, :, destinations] = self._kv_L2NJPd[:, :, sources]
 
+    def clear_blocks(self, blocks: list[int]) -> None:
+        self._kv_L2NJPd[:, :, blocks] = 0
+
     def reset_state(self, slots: list[int]) -> None:
         """Nothing: positions past a sequence's length are never attended."""
 

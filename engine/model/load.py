@@ -39,7 +39,7 @@ class LoadedModel:
 
 
 def load_model(
-    name_or_path: str | Path,
+    model: str | Path | ModelFiles,
     *,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
@@ -48,11 +48,11 @@ def load_model(
     random_seed: int = 0,
     report: LoadReport | None = None,
 ) -> LoadedModel:
-    """Load a packaged model, a folder or a .gguf file; with ``load_format="random"`` only its config is read.
+    """Load a packaged model, a folder or a .gguf file, by its name or as already read; with ``load_format="random"`` only its config.
 
     ``cache_rounding`` applies to V4.1 (rounding of cached rows). Raises ConfigError naming file, tensor, found and expected.
     """
-    files = read_model_files(name_or_path)
+    files = model if isinstance(model, ModelFiles) else read_model_files(model)
     device = torch.device(device)
     if load_format not in ("auto", "random"):
         raise ConfigError(f"load format is {load_format!r}; allowed: auto, random")

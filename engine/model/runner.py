@@ -22,7 +22,9 @@ from engine.core.sampling import SamplingParams
 from engine.kernels.timing import ComponentTimer, component, timing
 from engine.model.base import DraftRequest, ForwardOutput, Model
 from engine.model.batch import ForwardBatch
-from engine.model.sampler import DraftTokens, SampleOutput, Sampler, SampleRows
+from engine.model.grammar_state import GrammarSource, GrammarState
+from engine.model.sample import DraftTokens, SampleOutput, SampleRows
+from engine.model.sampler import Sampler
 
 
 @dataclass(slots=True)
@@ -33,6 +35,7 @@ class _Registered:
     prompt_len: int
     params: SamplingParams
     seed: int
+    grammar: GrammarState | None = None  # from its first start on; None without one
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,8 @@ class _DraftProbs:
 class Runner:
     """Executes RankPlans strictly in order. Not thread-safe; one per worker process."""
 
-    def __init__(self, model: Model, config: CacheConfig, *, time_components: bool = False) -> None:
+    def __init__(self, model: Model, config: CacheConfig, *, grammars: GrammarSource | None = None, time_components: bool = False) -> None:
+        """``grammars`` is None for a model without a tokenizer: requests with a grammar then fail."""
         self.model = model
         self.config = config
         self.device = model.device
@@ -57,6 +61,9 @@ class Runner:
             device=self.device,
             eos_token_ids=model.spec.eos_token_ids,
         )
+        self._grammars = grammars
+        # Set once logits were unusable: blocks may then hold what made them so, and reading 0 times NaN is NaN.
+        self._clears_blocks = False
         self._timer = ComponentTimer(model.device) if time_components else None
         self._last_step = -1
         self._requests: dict[RequestId, _Registered] = {}
@@ -89,6 +96,8 @@ class Runner:
     def close(self) -> None:
         """Nothing outlives the process; the method is where a device would be given back."""
         self._requests.clear()
+        if self._grammars is not None:
+            self._grammars.close()
 
     # -- requests ---------------------------------------------------------------------------------------------------------
 
@@ -97,6 +106,11 @@ class Runner:
         if request in self._requests:
             raise InvariantError(f"request {request} is registered twice")
         self._requests[request] = _Registered(array("q", tokens), len(tokens), params, seed)
+
+    def prepare(self, grammar: str) -> None:
+        """A request with this grammar may come: begin to compile it, in the background."""
+        if self._grammars is not None:
+            self._grammars.prepare(grammar)
 
     def forget(self, request: RequestId) -> None:
         """Drop a finished request. Unknown ids are accepted: an abort may overtake the registration."""
@@ -149,6 +163,7 @@ class Runner:
         if plan.starts:
             self._start(plan.starts)
         for append in plan.appends:
+            self._clear(append.blocks)
             self._set_blocks(append.slot, append.first_index, append.blocks)
 
     def _start(self, starts: tuple[SequenceStart, ...]) -> None:
@@ -159,12 +174,14 @@ class Runner:
             record = self._record(start.request)
             self._num_blocks_S[start.slot] = 0
             self._draft_probs_S[start.slot] = None
+            self._clear(start.blocks[-(-start.num_computed_tokens // self.config.block_size) :])
             self._set_blocks(start.slot, 0, start.blocks)
             tokens = torch.frombuffer(record.tokens, dtype=torch.int64)
             self._history_SL[start.slot, : tokens.shape[0]] = tokens.to(self.device)
-            self.sampler.start(
-                start.slot, record.params, record.seed, record.tokens[: record.prompt_len], record.tokens[record.prompt_len :]
-            )
+            if record.params.grammar is not None and record.grammar is None:
+                record.grammar = self._grammar_state(record.params.grammar)
+            prompt, output = record.tokens[: record.prompt_len], record.tokens[record.prompt_len :]
+            self.sampler.start(start.slot, record.params, record.seed, prompt, output, record.grammar)
             if start.fork_of_slot is not None:
                 forks.append(start)
             elif start.tail is not None:
@@ -191,6 +208,15 @@ class Runner:
         if record is None:
             raise InvariantError(f"the plan starts request {request}, which was never registered")
         return record
+
+    def _grammar_state(self, grammar: str) -> GrammarState:
+        matcher = "the model has no tokenizer to apply a grammar with" if self._grammars is None else self._grammars.take(grammar)
+        return GrammarState(matcher, self.model.spec.eos_token_ids)
+
+    def _clear(self, blocks: Sequence[int]) -> None:
+        """Fresh blocks, about to be written from their first row on."""
+        if self._clears_blocks and blocks:
+            self.cache.clear_blocks(list(blocks))
 
     def _set_blocks(self, slot: int, first_index: int, blocks: tuple[int, ...]) -> None:
         if first_index != self._num_blocks_S[slot]:
@@ -289,6 +315,7 @@ class Runner:
         emitting = [item for item in plan.items if item.emits]
         drafts = self._drafts_of(rows) if rows.max_drafts else None
         sampled = self.sampler.sample(output.logits_RV, rows, drafts)
+        self._clears_blocks |= sampled.unusable_logits
         # Position of the first emitted token of each item: right after its last real token.
         base_I = np.array([item.num_computed_tokens + item.num_new_tokens - item.num_draft_tokens for item in emitting], dtype=np.int64)
         base_on_I = self._to_device(base_I)
@@ -320,7 +347,7 @@ class Runner:
         return DraftTokens(tokens_IK=tokens_IK, probs_IKV=rows_IKV)
 
     def _make_drafts(self, rows: SampleRows, sampled: SampleOutput, base_I: Tensor) -> None:
-        last_I = sampled.counts_I - 1
+        last_I = (sampled.counts_I - 1).clamp_min(0)  # an item that failed emitted nothing, and nobody will read its drafts
         tokens_I = sampled.tokens_IK.gather(1, last_I[:, None])[:, 0]
         controls = self.sampler.draft_controls(rows, self.config.max_draft_tokens)
         drafted = self.model.draft(
@@ -347,6 +374,9 @@ class Runner:
         counts_I = sampled.counts_I.tolist()
         results: list[ItemResult] = []
         for index, item in enumerate(emitting):
+            if index in sampled.errors:
+                results.append(ItemResult(item.request, (), (), sampled.errors[index]))
+                continue
             tokens = tuple(tokens_IK[index][: counts_I[index]])
             record = self._requests.get(item.request)
             if record is not None:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.core.errors import InvariantError
 from engine.core.sampling import SamplingParams
 from engine.kernels.sampling import Draw, filtered_probs, inverse_cdf, uniforms
-from engine.model.sampler import DraftTokens, SampleOutput, Sampler, SampleRows
+from engine.model.sample import DraftTokens, SampleOutput, SampleRows
+from engine.model.sampler import Sampler
 
 EOS = 3
 
@@ -284,19 +284,44 @@ def test_logprobs_of_every_accepted_draft() -> None:
         product([torch.nan, torch.inf], [SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(logit_bias=((1, -torch.inf),))])
     ),
 )
-def test_unusable_logits_are_refused(bad: float, params: SamplingParams) -> None:
-    sampler = make([params] * 3)
-    logits = logits_of(3)
+def test_unusable_logits_end_their_item_alone(bad: float, params: SamplingParams) -> None:
+    good = logits_of(3)
+    logits = good.clone()
     logits[1, 1] = bad
-    with pytest.raises(InvariantError, match="slot 2"):
-        sampler.sample(logits, rows_for([0, 2, 1]))
+    sampler, undisturbed = make([params] * 3), make([params] * 3)
+    for _ in range(3):  # the state of the others goes on as if nothing had happened
+        output = sampler.sample(logits, rows_for([0, 2, 1]))
+        healthy = emitted(undisturbed.sample(good, rows_for([0, 2, 1])))
+        assert list(output.errors) == [1]
+        assert "unusable" in output.errors[1]
+        assert output.unusable_logits
+        assert emitted(output) == [healthy[0], [], healthy[2]]
 
 
-def test_everything_masked_is_refused() -> None:
+@pytest.mark.parametrize("bad_row", [0, 1, 2])
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=1.0, top_p=0.9, logprobs=2, frequency_penalty=0.5)])
+def test_a_bad_row_among_drafts_ends_its_item_alone(bad_row: int, params: SamplingParams) -> None:
+    logits, drafts = logits_of(7, scale=6.0), DraftTokens(torch.tensor([[1, 2], [3, 4], [5, 6]]), None)
+    rows = rows_for([0, 1, 2], [2, 2, 0])
+    healthy = make([params] * 3).sample(logits, rows, drafts)
+    logits[3 + bad_row, 7] = torch.nan
+    output = make([params] * 3).sample(logits, rows, drafts)
+    assert list(output.errors) == [1]
+    wanted = emitted(healthy)
+    assert emitted(output) == [wanted[0], [], wanted[2]]
+    if params.logprobs is not None:
+        assert output.logprobs is not None
+        assert output.logprobs[1] == []
+
+
+def test_everything_masked_ends_the_item_alone() -> None:
     bias = tuple((token, -torch.inf) for token in range(16))
-    sampler = make([SamplingParams(logit_bias=bias, temperature=1.0)])
-    with pytest.raises(InvariantError, match="every token is masked"):
-        sampler.sample(logits_of(1), rows_for([0]))
+    sampler = make([SamplingParams(logit_bias=bias, temperature=1.0), SamplingParams()])
+    output = sampler.sample(logits_of(2), rows_for([0, 1]))
+    assert list(output.errors) == [0]
+    assert "no token is left" in output.errors[0]
+    assert not output.unusable_logits
+    assert emitted(output)[1] == [int(logits_of(2)[1].argmax())]
 
 
 def test_filters_at_their_limits_are_greedy() -> None:

@@ -113,6 +113,11 @@ class V41Cache:
         for view in self._block_views():
             view.index_copy_(0, destination, view.index_select(0, source))
 
+    def clear_blocks(self, blocks: list[int]) -> None:
+        index = self._index(blocks)
+        for view in self._block_views():
+            view.index_fill_(0, index, 0)
+
     def swap_out(self, slot: int, blocks: list[int], host_blocks: list[int], host_state: int) -> None:
         """Copy ``blocks`` and the state of ``slot`` to the host; returns when the bytes are there."""
         if blocks:
