@@ -19,7 +19,7 @@ async def first_model(http: httpx.AsyncClient) -> str:
     try:
         name = body["data"][0]["id"]
     except (TypeError, KeyError, IndexError):
-        raise TwinferError(f"{http.base_url}v1/models names no model; give --model") from None
+        raise TwinferError(f"{_url(http, '/v1/models')} names no model; give --model") from None
     return str(name)
 
 
@@ -29,13 +29,13 @@ async def ask(http: httpx.AsyncClient, method: str, path: str, body: object = No
         content = None if body is None else msgspec.json.encode(body)
         answer = await http.request(method, path, content=content, timeout=PROBE_TIMEOUT_S)
     except httpx.HTTPError as error:
-        raise TwinferError(f"{http.base_url}{path.lstrip('/')}: {error or type(error).__name__}; is the server running?") from None
+        raise TwinferError(f"{_url(http, path)}: {error or type(error).__name__}; is the server running?") from None
     if answer.status_code != 200:
-        raise TwinferError(f"{http.base_url}{path.lstrip('/')} answered {answer.status_code}: {answer.text[:200]}")
+        raise TwinferError(f"{_url(http, path)} answered {answer.status_code}: {answer.text[:200]}")
     try:
         return msgspec.json.decode(answer.content)
     except msgspec.DecodeError:
-        raise TwinferError(f"{http.base_url}{path.lstrip('/')} answered something else than JSON") from None
+        raise TwinferError(f"{_url(http, path)} answered something else than JSON") from None
 
 
 async def make_prompts(http: httpx.AsyncClient, model: str, endpoint: str, seed: int) -> PromptMaker:
@@ -55,3 +55,7 @@ async def make_prompts(http: httpx.AsyncClient, model: str, endpoint: str, seed:
     if len(words) >= MIN_SINGLE_WORDS:
         return PromptMaker("tokenize", seed, words)
     return PromptMaker("ids" if endpoint == "completions" else "words", seed)
+
+
+def _url(http: httpx.AsyncClient, path: str) -> str:
+    return str(http.base_url).rstrip("/") + path
