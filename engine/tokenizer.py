@@ -38,10 +38,10 @@ class Tokenizer:
         self.settings: Mapping[str, Any] = {}  # of tokenizer_config.json
         self.eos_token_ids = tuple(eos_token_ids)
         self.chat_template = chat_template
-        # ``control_ids``: the ids that are never text.
+        # Added tokens mark up a text (</think>, <tool_call>), flagged as special or not; but for blanks, which some models have as such.
         added = [entry for entry in description.get("added_tokens") or () if isinstance(entry, dict)]
         self._special_ids = frozenset(entry["id"] for entry in added if entry.get("special"))
-        self.control_ids = self._special_ids | {entry["id"] for entry in added if _is_markup(entry.get("content"))}
+        self.control_ids = self._special_ids | {entry["id"] for entry in added if str(entry.get("content")).strip()}
         self._alphabet = _token_alphabet(description.get("decoder"))
         self._bytes_of = lru_cache(maxsize=1 << 16)(self._token_bytes)  # most of a vocabulary; some MB
 
@@ -166,11 +166,6 @@ def _token_alphabet(decoder: Any) -> _ByteLevelAlphabet | _ByteFallbackAlphabet 
         if pattern and steps[0].get("content") == " ":
             return _ByteFallbackAlphabet(pattern)
     return None
-
-
-def _is_markup(content: Any) -> bool:
-    """Added tokens such as </think>, which many models do not flag as special: they mark up an answer and are no text of it."""
-    return isinstance(content, str) and len(content) > 2 and content.startswith("<") and content.endswith(">")
 
 
 def _chat_template(folder: Path, settings: Mapping[str, Any]) -> ChatTemplate | None:

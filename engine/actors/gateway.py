@@ -22,6 +22,7 @@ import trio
 
 from engine.actors.cache import CacheManager, CacheStats
 from engine.actors.config import EngineConfig
+from engine.actors.grammar_check import GrammarCheck
 from engine.actors.messages import Abort, Ready, Submit
 from engine.actors.scheduler import SchedulerActor
 from engine.actors.stream import FinishReason, RequestStream, Sample, Usage
@@ -102,6 +103,7 @@ class Gateway:
         self._scheduler = scheduler
         self._cache = cache
         self.tokenizer = tokenizer
+        self.grammars = GrammarCheck(tokenizer, config.scheduler.eos_token_ids, lambda: self.vocab_size, scheduler.prepare)
         self.health = Health("starting", "the workers are loading")
         self.workers: tuple[Ready, ...] = ()  # what each said when it was ready
         self._group: WorkerGroup | None = None  # while there is one
@@ -122,9 +124,10 @@ class Gateway:
         """
         self._validate(generation)
         self._check_open(generation)
+        await self.grammars.check(generation.params)
         prompt = await self._tokenise(generation)
         self._check_prompt(prompt)
-        self._check_open(generation)  # once more: a long prompt took its time
+        self._check_open(generation)  # once more: a long prompt or a grammar took its time
         stream = self._submit(generation, prompt)
         self._open_streams.add(stream)
         try:

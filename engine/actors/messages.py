@@ -41,6 +41,12 @@ class Forget(msgspec.Struct, frozen=True, tag=True):
     request: RequestId
 
 
+class Prepare(msgspec.Struct, frozen=True, tag=True):
+    """A request with this grammar may follow: begin to compile it beside the steps. A hint, which nobody answers."""
+
+    grammar: str
+
+
 class Execute(msgspec.Struct, frozen=True, tag=True):
     """This rank's part of one StepPlan."""
 
@@ -52,7 +58,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Free everything and exit with 0."""
 
 
-WorkerCommand = Union[Start, Register, Forget, Execute, Shutdown]
+WorkerCommand = Union[Start, Register, Forget, Prepare, Execute, Shutdown]
 
 # -- from a worker ------------------------------------------------------------------------------------------------------------
 

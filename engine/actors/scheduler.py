@@ -13,10 +13,10 @@ from typing import NoReturn, Protocol, assert_never
 import trio
 
 from engine.actors.cache import CacheManager
-from engine.actors.messages import Abort, Forget, Register, SchedulerMessage, Submit
+from engine.actors.messages import Abort, Forget, Prepare, Register, SchedulerMessage, Submit
 from engine.actors.stream import RequestStream
 from engine.actors.worker import WorkerGroup
-from engine.core.errors import CapacityError, InvariantError, RequestError, TwinferError
+from engine.core.errors import CapacityError, GenerationError, InvariantError, RequestError, TwinferError
 from engine.core.events import Admitted, Event, Finished, Rejected, TokensEmitted
 from engine.core.plan import RequestId, StepPlan, StepResult
 from engine.core.request import Request
@@ -24,6 +24,8 @@ from engine.core.scheduler import Scheduler
 
 # Overlap: one plan runs, the next one waits at the worker. More would only make decisions older.
 MAX_PLANS_IN_FLIGHT = 2
+# Grammars announced while one step runs. They are hints: the oldest is dropped.
+_MAX_HINTS = 64
 
 
 class Observer(Protocol):
@@ -65,6 +67,7 @@ class SchedulerActor:
         # Every sample may be submitted and aborted while one long step runs, and the gateway admits max_requests of them.
         self._mailbox: deque[SchedulerMessage] = deque()
         self._max_messages = 2 * max_requests
+        self._hints: deque[Prepare] = deque(maxlen=_MAX_HINTS)
         self._sleeper: trio.lowlevel.Task | None = None
         self._records: dict[RequestId, _Record] = {}
         self._num_submitted = 0  # samples in the mailbox
@@ -96,9 +99,12 @@ class SchedulerActor:
         self._mailbox.append(message)
         if isinstance(message, Submit):
             self._num_submitted += len(message.seeds)
-        if self._sleeper is not None:
-            trio.lowlevel.reschedule(self._sleeper)
-            self._sleeper = None
+        self._wake()
+
+    def prepare(self, grammar: str) -> None:
+        """Have the workers compile a grammar that a request may bring; at once where they have nothing else to do."""
+        self._hints.append(Prepare(grammar))
+        self._wake()
 
     def reset(self) -> None:
         """Begin anew with empty caches, for a new generation of workers."""
@@ -111,6 +117,8 @@ class SchedulerActor:
         """Drive the workers until cancelled. Raises WorkerError where one fails; the requests are then ended by ``fail_all``."""
         self._turned()
         while True:
+            while self._hints:
+                await workers.send_all(self._hints.popleft())
             self._read_mailbox(workers)
             while len(self._in_flight) < MAX_PLANS_IN_FLIGHT and await self._dispatch(workers):
                 pass
@@ -243,24 +251,28 @@ class SchedulerActor:
             return
         tokens = emitted.tokens if emitted is not None else ()
         logprobs = emitted.logprobs if emitted is not None else ()
+        stopped = failed = False
         if end is None:
             stopped = record.stream.push(sample_id, tokens, logprobs, None)
+            failed = record.stream.ended and not stopped  # dropped as too slow
+        elif end.reason == "error":
+            record.stream.fail(GenerationError(end.message))
+            failed = True
         else:
-            stopped = False
             own = record.request.params.stop_token_ids
             record.stream.push(
                 sample_id,
                 tokens,
                 logprobs,
-                "abort" if end.reason == "error" else end.reason,
+                end.reason,
                 end.stop_token if end.stop_token in own else None,
                 last_is_silent=end.stop_token is not None,
             )
         if end is not None:
             self._drop(sample_id, record, workers)
-        elif stopped:
+        if stopped:
             self._publish(self.core.stop(sample_id, trio.current_time()), workers)
-        elif record.stream.ended:  # dropped as too slow
+        elif failed:  # a stream's samples end together then
             for open_id in record.request.sample_ids or (record.request.id,):
                 if open_id in self._records:
                     self._publish(self.core.abort(open_id, trio.current_time()), workers)
@@ -282,9 +294,14 @@ class SchedulerActor:
             for observer in self._observers:
                 observer.events(events)
 
+    def _wake(self) -> None:
+        if self._sleeper is not None:
+            trio.lowlevel.reschedule(self._sleeper)
+            self._sleeper = None
+
     async def _sleep(self) -> None:
-        """Until somebody writes. The caller has just read the mailbox, and nothing was awaited since."""
-        if self._mailbox:
+        """Until somebody writes; not at all where something has come since the caller looked."""
+        if self._mailbox or self._hints:
             await trio.lowlevel.checkpoint()
             return
         self._sleeper = trio.lowlevel.current_task()

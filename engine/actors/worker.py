@@ -274,6 +274,10 @@ class WorkerGroup:
             if worker.config.data_rank == data_rank:
                 worker.queue(command)
 
+    async def send_all(self, command: WorkerCommand) -> None:
+        for worker in self.workers:
+            await worker.send(command)
+
     async def send_plan(self, plan: StepPlan) -> None:
         for worker in self.workers:
             await worker.send(Execute(plan.step, plan.ranks[worker.config.data_rank]))

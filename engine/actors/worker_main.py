@@ -32,6 +32,7 @@ from engine.actors.messages import (
     HeartbeatReply,
     Loading,
     Pong,
+    Prepare,
     Ready,
     Register,
     Shutdown,
@@ -69,6 +70,10 @@ class Runner(Protocol):
     def register(self, request: RequestId, tokens: Sequence[int], params: SamplingParams, seed: int) -> None: ...
 
     def forget(self, request: RequestId) -> None: ...
+
+    def prepare(self, grammar: str) -> None:
+        """Begin to compile a grammar beside the steps; returns at once."""
+        ...
 
     def execute(self, step: int, plan: RankPlan) -> RankResult: ...
 
@@ -119,6 +124,9 @@ def serve(channel: _Channel, build: RunnerFactory) -> int:
                 case Forget(request=request):
                     during = f"forget {request}"
                     runner.forget(request)
+                case Prepare(grammar=grammar):
+                    during = "prepare"
+                    runner.prepare(grammar)
                 case Shutdown():
                     during = "shutdown"
                     runner.close()

@@ -34,6 +34,8 @@ class Script(msgspec.Struct, frozen=True):
     fault_rank: int = 0  # the data rank that the faults happen on
     once_file: str = ""  # a fault happens only while this file does not exist, and creates it
     hang_at_close: bool = False
+    error_token: int | None = None  # requests with this prompt token fail at their first token
+    prepared_file: str = ""  # grammars announced, one a line
 
 
 class ScriptedRunner:
@@ -58,6 +60,11 @@ class ScriptedRunner:
         assert tokens
         assert seed >= 0
         self._params[request] = params
+
+    def prepare(self, grammar: str) -> None:
+        if self.script.prepared_file:
+            with open(self.script.prepared_file, "a") as file:
+                file.write(grammar + "\n")
 
     def forget(self, request: RequestId) -> None:
         del self._params[request]
