@@ -7,13 +7,14 @@ takes the whole server down. HTTP/2 is not spoken (a proxy in front does): a str
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 
 import h11
 import trio
 from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.config import Config
-from hypercorn.events import Closed, Event, RawData
+from hypercorn.events import Closed, Event, RawData, Updated
 from hypercorn.protocol.h11 import H11Protocol
 from hypercorn.trio.task_group import TaskGroup
 from hypercorn.trio.tcp_server import TCPServer
@@ -35,6 +36,7 @@ class Connection(TCPServer):
     def __init__(self, app: ASGIWrapper, config: Config, context: WorkerContext, stream: Stream, send_timeout_s: float) -> None:
         super().__init__(app, config, context, {}, stream)  # type: ignore[arg-type]
         self._send_timeout_s = send_timeout_s
+        self._plain_socket = stream.socket if isinstance(stream, trio.SocketStream) else None
 
     async def run(self) -> None:
         try:
@@ -58,6 +60,9 @@ class Connection(TCPServer):
                 )
                 await self.idle_task.restart(self._task_group, self._idle_timeout)
                 await self._read_data()
+                # Nobody is waited for: the timer of idle connections would keep this one until it is up.
+                self._gone = True
+                await self.idle_task.stop()
         finally:
             await trio.aclose_forcefully(self.stream)
 
@@ -72,9 +77,13 @@ class Connection(TCPServer):
     async def protocol_send(self, event: Event) -> None:
         """Shielded: what is half sent cannot be continued. Bounded: a client that takes nothing is cut off."""
         if not isinstance(event, RawData):
-            await super().protocol_send(event)
+            if not (self._gone and isinstance(event, Updated)):
+                await super().protocol_send(event)
             return
         data = memoryview(event.data)
+        data = data[self._send_now(data) :]
+        if not data:
+            return
         async with self.send_lock:
             for start in range(0, len(data), _PIECE_BYTES):
                 if not await self._send_piece(data[start : start + _PIECE_BYTES]):
@@ -83,6 +92,17 @@ class Connection(TCPServer):
                 return
         await trio.aclose_forcefully(self.stream)
         await self.protocol.handle(Closed())
+
+    def _send_now(self, data: memoryview) -> int:
+        """How many bytes the kernel took at once. That is nearly always all of an event; a lock, a deadline and a turn of the scheduler
+        for each of them would cost more than everything else that a streamed token does.
+        """
+        if self._plain_socket is None or self.send_lock.locked():
+            return 0
+        try:
+            return os.write(self._plain_socket.fileno(), data)
+        except OSError:  # no room, or nobody there: the careful way finds out
+            return 0
 
     async def _send_piece(self, piece: memoryview) -> bool:
         with trio.move_on_after(self._send_timeout_s, shield=True) as deadline:
