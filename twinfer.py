@@ -8,9 +8,12 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import engine.cli
+from engine.cli import logs
 from engine.core.errors import ConfigError, RequestError, StoppedError, TwinferError
 from engine.version import VERSION
 
@@ -27,15 +30,23 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"twinfer {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    engine.cli.register(commands)
+    engine.cli.register(commands, write_report=_write_serve_report)
+    parser.set_defaults(default_log_level="warning")
     return parser
+
+
+def _write_serve_report(path: Path, summary: Mapping[str, Any], requests: Sequence[Mapping[str, Any]]) -> None:
+    """Engine and dashboards meet here. Raises ImportError without plotly."""
+    from dashboards.report import write_serve_report
+
+    write_serve_report(path, summary, requests)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the return value is the exit code. Errors meant for people are one line on stderr (or JSON with ``--json``)."""
     _open_standard_streams()
     arguments = build_parser().parse_args(argv)
-    level = getattr(arguments, "log_level", None) or os.environ.get("TWINFER_LOG_LEVEL", "warning")
+    level = getattr(arguments, "log_level", None) or os.environ.get("TWINFER_LOG_LEVEL", arguments.default_log_level)
     if level.upper() not in logging.getLevelNamesMapping():
         print(f"twinfer: log level {level!r} is unknown; use debug, info, warning or error", file=sys.stderr)
         return EXIT_USAGE
@@ -94,7 +105,10 @@ def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
 
 
 def _report(arguments: argparse.Namespace, error: TwinferError, code: int) -> int:
-    print(f"twinfer {arguments.command}: {error}", file=sys.stderr)
+    if logs.is_json():
+        logging.getLogger("twinfer").error("%s", error, extra={"fields": {"type": type(error).__name__, "exit_code": code}})
+    else:
+        print(f"twinfer {arguments.command}: {error}", file=sys.stderr)
     if getattr(arguments, "json", False):
         print(json.dumps({"error": {"type": type(error).__name__, "message": str(error)}}))
     return code

@@ -64,3 +64,31 @@ SAMPLING_OPTIONS: tuple[Option, ...] = (
     Option("logprobs", int, None, "log-probabilities of the chosen and the N likeliest tokens (with --json)", low=0, high=20),
     Option("ignore-eos", bool, False, "go on past the end-of-text token"),
 )
+
+SERVE_OPTIONS: tuple[Option, ...] = (
+    Option("host", str, "127.0.0.1", "address to listen on; 0.0.0.0 and :: are every interface"),
+    Option("port", int, 8000, "port to listen on; 0 takes a free one", low=0, high=65535),
+    Option("served-model-name", str, (), "name(s) of the model in the API; none is the model's own. May be repeated", many=True),
+    Option("api-key", str, (), "key(s) of clients, sent as 'Authorization: Bearer KEY'; visible to who lists processes: prefer "
+           "--api-key-file. May be repeated", many=True, secret=True),
+    Option("api-key-file", str, None, "file with one key a line; lines that begin with # are skipped"),
+    Option("allowed-hosts", str, (), "names that clients may call the server by, beside localhost; * is every name. Without it a server "
+           "on a loopback address answers to localhost only, another one to every name", ("--allowed-host",), many=True),
+    Option("public-metrics", bool, False, "/metrics without a key"),
+    Option("metrics-compat", str, "none", "repeat the metrics under another engine's names", choices=("none", "vllm", "sglang")),
+    Option("thinking", str, "auto", "reasoning of models that can switch it; auto is the model's own default, requests may say otherwise",
+           choices=("auto", "on", "off")),
+    Option("max-body-size", int, 64 << 20, "bytes of a request's body", low=1024, high=1 << 30),
+    Option("request-timeout", float, 3600.0, "seconds a whole request may take", low=0.1, high=7 * 86400),
+    Option("client-timeout", float, 30.0, "seconds a client may take to send its request, and may leave output untaken",
+           low=0.1, high=3600),
+    Option("keep-alive-timeout", float, 75.0, "seconds an idle connection is kept open", ("--timeout-keep-alive",), low=0.1, high=3600),
+    Option("max-connections", int, 4096, "open connections; more wait for one to close", low=1, high=65536),
+    Option("no-warm-up", bool, False, "be ready without the short generations that exercise the engine first", ("--skip-server-warmup",)),
+    Option("log-format", str, "text", "json makes every line of the log one JSON object", choices=("text", "json")),
+    Option("stats-interval", float, 10.0, "seconds between lines of the engine's load while there is any; 0 for none", low=0.0, high=86400),
+    Option("log-requests", bool, False, "a line for each request (never its text)", ("--enable-log-requests",)),
+    Option("ssl-certfile", str, None, "certificate chain (PEM): serve HTTPS"),
+    Option("ssl-keyfile", str, None, "the certificate's key (PEM); auto is the certificate's file"),
+    Option("no-progress", bool, False, "no bars or percentages while the model loads", ("--disable-progress",)),
+)  # fmt: skip

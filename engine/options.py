@@ -18,20 +18,27 @@ from engine.reading import read_text
 
 ENVIRONMENT_PREFIX = "TWINFER_"
 MAX_CONFIG_BYTES = 1 << 20
+MAX_TEXTS = 4096  # of one option
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option. ``kind`` is int, float, str or bool (a switch); ``low``/``high`` are inclusive; None as default means automatic."""
+    """One option. ``kind`` is int, float, str or bool (a switch); ``low``/``high`` are inclusive; None as default means automatic.
+
+    ``many`` makes the value a tuple of texts: the flag may be repeated, and every text is split at commas. A ``secret`` value is never
+    shown.
+    """
 
     name: str
     kind: type[int] | type[float] | type[str] | type[bool]
-    default: int | float | str | bool | None
+    default: int | float | str | bool | tuple[str, ...] | None
     help: str
     aliases: tuple[str, ...] = ()
     low: float = -math.inf
     high: float = math.inf
     choices: tuple[str, ...] = ()
+    many: bool = False
+    secret: bool = False
 
     @property
     def key(self) -> str:
@@ -41,9 +48,11 @@ class Option:
     def environment(self) -> str:
         return ENVIRONMENT_PREFIX + self.key.upper()
 
-    def parse(self, value: object, origin: str) -> int | float | str | bool:
+    def parse(self, value: object, origin: str) -> int | float | str | bool | tuple[str, ...]:
         """Convert and bound one value; raises ConfigError with what, which value, the limit."""
         where = f"--{self.name} ({origin})"
+        if self.many:
+            return self._texts(value, where)
         if self.kind is bool:
             return self._switch(value, where)
         if isinstance(value, bool):
@@ -54,6 +63,16 @@ class Option:
         if not isinstance(converted, str) and not self.low <= converted <= self.high:  # NaN fails too
             raise ConfigError(f"{where} is {_brief(value)}; needed: {self._allowed()}")
         return converted
+
+    def _texts(self, value: object, where: str) -> tuple[str, ...]:
+        entries = [value] if isinstance(value, str) else value
+        if not isinstance(entries, list | tuple) or not all(isinstance(entry, str) for entry in entries):
+            shown = "not a text" if self.secret else _brief(value)
+            raise ConfigError(f"{where} is {shown}; needed: texts, separated by commas or in a list")
+        parts = [part.strip() for entry in entries for part in entry.split(",")]
+        if len(parts) > MAX_TEXTS:
+            raise ConfigError(f"{where} has {len(parts)} entries; allowed: at most {MAX_TEXTS}")
+        return tuple(part for part in parts if part)
 
     def _convert(self, value: object, where: str) -> int | float | str:
         try:
@@ -106,19 +125,26 @@ class Resolved:
 
     values: Mapping[str, Any]
     origins: Mapping[str, str]
+    secrets: frozenset[str] = frozenset()  # keys whose values are not shown
 
     def __getitem__(self, key: str) -> Any:
         return self.values[key]
 
+    def shown(self) -> dict[str, Any]:
+        """All values as they may be printed."""
+        return {key: "(hidden)" if key in self.secrets and value else value for key, value in self.values.items()}
+
     def describe(self) -> str:
         width = max(len(key) for key in self.values)
-        return "\n".join(f"{key:<{width}}  {_shown(self.values[key]):<24} {self.origins[key]}" for key in self.values)
+        return "\n".join(f"{key:<{width}}  {_text(value):<24} {self.origins[key]}" for key, value in self.shown().items())
 
     def non_default(self) -> dict[str, Any]:
-        return {key: value for key, value in self.values.items() if self.origins[key] != "default"}
+        return {key: value for key, value in self.shown().items() if self.origins[key] != "default"}
 
 
-def _shown(value: object) -> str:
+def _text(value: object) -> str:
+    if isinstance(value, tuple):
+        return ",".join(value) or "none"
     return "auto" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -127,16 +153,17 @@ def add_arguments(parser: argparse.ArgumentParser, options: Sequence[Option], ti
     group = parser.add_argument_group(title)
     for option in options:
         flags = [f"--{option.name}", *option.aliases]
-        default = "auto" if option.default is None else option.default
+        default = "none" if option.default == () else "auto" if option.default is None else option.default
         text = f"{option.help} (default: {default}; env {option.environment})".replace("%", "%%")
         if option.kind is bool:
             group.add_argument(*flags, dest=option.key, action="store_const", const=True, default=None, help=text)
             # The way back for a switch that the environment or the file has set.
-            negated = f"--no-{option.name}"
+            negated = f"--{option.name.removeprefix('no-')}" if option.name.startswith("no-") else f"--no-{option.name}"
             group.add_argument(negated, dest=option.key, action="store_const", const=False, default=None, help=argparse.SUPPRESS)
         else:
-            metavar = "{" + ",".join(option.choices) + "}" if option.choices else option.kind.__name__.upper()
-            group.add_argument(*flags, dest=option.key, default=None, metavar=metavar, help=text)
+            metavar = "{" + ",".join(option.choices) + "}" if option.choices else "NAME" if option.many else option.kind.__name__.upper()
+            action = "append" if option.many else "store"
+            group.add_argument(*flags, dest=option.key, action=action, default=None, metavar=metavar, help=text)
 
 
 def resolve(
@@ -163,7 +190,7 @@ def resolve(
             values[option.key], origins[option.key] = option.default, "default"
             continue
         values[option.key], origins[option.key] = option.parse(raw, origin), origin
-    return Resolved(values, origins)
+    return Resolved(values, origins, frozenset(option.key for option in options if option.secret))
 
 
 def read_config_file(path: str, known: set[str]) -> dict[str, object]:

@@ -36,6 +36,7 @@ class Connection(TCPServer):
     def __init__(self, app: ASGIWrapper, config: Config, context: WorkerContext, stream: Stream, send_timeout_s: float) -> None:
         super().__init__(app, config, context, {}, stream)  # type: ignore[arg-type]
         self._send_timeout_s = send_timeout_s
+        self._gone = False  # the client has closed its side
         self._plain_socket = stream.socket if isinstance(stream, trio.SocketStream) else None
 
     async def run(self) -> None:

@@ -32,6 +32,8 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     warm_up_s: float
     ready_s: float
     non_default: dict[str, Any]
+    sampling_defaults: dict[str, float] = {}  # of requests that name none
+    num_api_keys: int = 0  # 0 lets everybody in
 
     @property
     def full_length_requests(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from engine.config import ENGINE_OPTIONS, SAMPLING_OPTIONS
+from engine.config import ENGINE_OPTIONS, SAMPLING_OPTIONS, SERVE_OPTIONS
 from engine.core.errors import RequestError
 from engine.core.sampling import SamplingParams
 from engine.options import Option, Resolved, add_arguments, resolve
@@ -22,22 +22,22 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log-level", metavar="LEVEL", help="debug, info, warning (default) or error; env TWINFER_LOG_LEVEL")
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser, extra: Sequence[Option] = ()) -> None:
+def add_engine_arguments(parser: argparse.ArgumentParser, extra: Sequence[Option] = (), title: str = "sampling options") -> None:
     add_common_arguments(parser)
     parser.add_argument("--config", metavar="FILE", help="TOML file with any of these options; the command line and environment win")
     parser.add_argument("--print-config", action="store_true", help="print every option, its value and its origin, then exit")
     add_arguments(parser, ENGINE_OPTIONS, "engine options")
     if extra:
-        add_arguments(parser, extra, "sampling options")
+        add_arguments(parser, extra, title)
 
 
 def resolve_options(arguments: argparse.Namespace, extra: Sequence[Option] = ()) -> Resolved:
-    return resolve((*ENGINE_OPTIONS, *extra), vars(arguments), os.environ, arguments.config, known=SAMPLING_OPTIONS)
+    return resolve((*ENGINE_OPTIONS, *extra), vars(arguments), os.environ, arguments.config, known=(*SAMPLING_OPTIONS, *SERVE_OPTIONS))
 
 
 def print_config(options: Resolved, as_json: bool) -> int:
     if as_json:
-        print_json({key: {"value": options.values[key], "origin": options.origins[key]} for key in options.values})
+        print_json({key: {"value": value, "origin": options.origins[key]} for key, value in options.shown().items()})
     else:
         print(options.describe())
     return 0
