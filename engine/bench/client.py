@@ -79,7 +79,7 @@ class Client:
         async with self._http.stream("POST", self._endpoint.path, content=body) as response:
             record.status = response.status_code
             if response.status_code != 200:
-                raise _Failure(f"http_{response.status_code}", error_text(await _bounded_body(response)))
+                raise _Failure(f"http_{response.status_code}", error_text(await bounded_body(response)))
             content_type = response.headers.get("content-type", "")
             if not content_type.startswith("text/event-stream"):
                 raise _Failure("malformed", f"the answer is {content_type[:80] or 'untyped'}, not an event stream")
@@ -105,7 +105,7 @@ class Client:
             raise _Failure("error_event", f"the finish reason is {piece.finish}")
 
 
-async def _bounded_body(response: httpx.Response) -> bytes:
+async def bounded_body(response: httpx.Response) -> bytes:
     body = b""
     async for chunk in response.aiter_raw():
         body += chunk

@@ -21,7 +21,8 @@ class Piece(msgspec.Struct, gc=False):
     """
 
     has_output: bool = False
-    text: str = ""
+    content: str = ""
+    reasoning: str = ""
     finish: FinishReason | None = None
     completion_tokens: int | None = None
     prompt_tokens: int | None = None
@@ -120,10 +121,11 @@ def read_chunk(data: bytes) -> Piece:
     for choice in chunk.choices:
         delta = choice.delta
         if delta is not None:
-            piece.text += (delta.content or "") + (delta.reasoning_content or delta.reasoning or "")
-            piece.has_output = piece.has_output or bool(piece.text or delta.tool_calls)
+            piece.content += delta.content or ""
+            piece.reasoning += delta.reasoning_content or delta.reasoning or ""
+            piece.has_output = piece.has_output or bool(piece.content or piece.reasoning or delta.tool_calls)
         elif choice.text:
-            piece.text += choice.text
+            piece.content += choice.text
             piece.has_output = True
         if choice.finish_reason is not None:
             piece.finish = _FINISH.get(choice.finish_reason, "stop")
@@ -180,11 +182,10 @@ class _ResponseEvent(msgspec.Struct, gc=False):
 
 
 _response_events = msgspec.json.Decoder(_ResponseEvent)
-_OUTPUT_EVENTS = frozenset(
+_REASONING_EVENTS = frozenset({"response.reasoning_text.delta", "response.reasoning_summary_text.delta"})
+_OUTPUT_EVENTS = _REASONING_EVENTS | frozenset(
     {
         "response.output_text.delta",
-        "response.reasoning_text.delta",
-        "response.reasoning_summary_text.delta",
         "response.refusal.delta",
         "response.function_call_arguments.delta",
         "response.custom_tool_call_input.delta",
@@ -197,8 +198,12 @@ def read_response_event(data: bytes) -> Piece:
     piece = Piece()
     if event.type in _OUTPUT_EVENTS:
         delta = msgspec.json.decode(event.delta) if _is_there(event.delta) else ""
-        piece.text = delta if isinstance(delta, str) else ""
-        piece.has_output = bool(piece.text)
+        text = delta if isinstance(delta, str) else ""
+        if event.type in _REASONING_EVENTS:
+            piece.reasoning = text
+        else:
+            piece.content = text
+        piece.has_output = bool(text)
         return piece
     response = event.response
     if event.type in ("response.completed", "response.incomplete"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from engine.cli import bench, check, generate, logits, models, serve
+from engine.cli import bench, chat, check, generate, logits, models, serve
 from engine.cli.bench_serve_output import ReportWriter
 
 
@@ -16,3 +16,4 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser], writ
     check.add_parser(commands)
     bench.add_parser(commands, write_report)
     serve.add_parser(commands)
+    chat.add_parser(commands)
