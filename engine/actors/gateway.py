@@ -312,7 +312,8 @@ class Gateway:
             cache_salt=generation.cache_salt,
         )
         # Samples of one request differ only by their seeds.
-        self._scheduler.tell(Submit(request, tuple((seed + index) % (MAX_SEED + 1) for index in range(len(ids))), stream))
+        seeds = tuple((seed + index) % (MAX_SEED + 1) for index in range(len(ids)))
+        self._scheduler.tell(Submit(request, seeds, stream, trio.current_time()))
         return stream
 
     def _draw_seed(self, request_id: int) -> int:

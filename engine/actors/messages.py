@@ -119,11 +119,15 @@ HeartbeatReply = Pong
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """A request the gateway has admitted. ``seeds`` are the samples', in the order of ``sample_ids``; outputs go to ``stream``."""
+    """A request the gateway has admitted. ``seeds`` are the samples', in the order of ``sample_ids``; outputs go to ``stream``.
+
+    Its times count from ``arrived_s``: the message may lie there for a step, and the client waits all the while.
+    """
 
     request: Request
     seeds: tuple[int, ...]
     stream: RequestStream
+    arrived_s: float
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):

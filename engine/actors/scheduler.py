@@ -181,22 +181,23 @@ class SchedulerActor:
         while self._mailbox:
             message = self._mailbox.popleft()
             match message:
-                case Submit(request=request, seeds=seeds, stream=stream):
+                case Submit(seeds=seeds):
                     self._num_submitted -= len(seeds)
-                    self._submit(request, seeds, stream, workers)
+                    self._submit(message, workers)
                 case Abort(request=sample_id):
                     if sample_id in self._records:
                         self._publish(self.core.abort(sample_id, trio.current_time()), workers)
                 case _:
                     assert_never(message)
 
-    def _submit(self, request: Request, seeds: Sequence[int], stream: RequestStream, workers: WorkerGroup) -> None:
+    def _submit(self, message: Submit, workers: WorkerGroup) -> None:
+        request, stream = message.request, message.stream
         if stream.ended:  # its client left before we looked
             return
-        for sample_id, seed in zip(request.sample_ids or (request.id,), seeds, strict=True):
+        for sample_id, seed in zip(request.sample_ids or (request.id,), message.seeds, strict=True):
             self._records[sample_id] = _Record(request, seed, stream)
         try:
-            events = self.core.submit(request, trio.current_time())
+            events = self.core.submit(request, message.arrived_s)
         except (RequestError, CapacityError) as error:
             self._note(self.core.take_events())
             self._refuse(request, error)

@@ -18,7 +18,10 @@ PreemptionKind = Literal["recompute", "swap"]
 
 
 class Arrived(msgspec.Struct, frozen=True, tag="arrived", omit_defaults=True):
-    """A sample was accepted into the queue. ``parent`` is the first sample's id where it is one of several."""
+    """A sample was accepted into the queue. ``parent`` is the first sample's id where it is one of several.
+
+    ``now_s`` is when it came to the door, which may be before the times of events that stand earlier in the log.
+    """
 
     now_s: float
     request: RequestId

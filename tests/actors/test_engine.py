@@ -15,7 +15,7 @@ from engine.actors.stream import Output
 from engine.actors.supervisor import open_engine
 from engine.core.cache_config import CacheConfig
 from engine.core.errors import CapacityError, ConfigError, RequestError
-from engine.core.events import Event, Finished, StepCommitted, StepPlanned, TokensEmitted
+from engine.core.events import Arrived, Event, Finished, StepCommitted, StepPlanned, TokensEmitted
 from engine.core.plan import StepPlan, StepResult
 from engine.core.sampling import SamplingParams
 from engine.tokenizer import Tokenizer
@@ -379,6 +379,18 @@ async def test_observers_see_every_step_and_event_in_order() -> None:
     assert sum(len(event.tokens) for event in recorder.log if isinstance(event, TokensEmitted) and event.request < 2) == 60
     assert [event.reason for event in recorder.log if isinstance(event, Finished)] == ["length", "length", "abort"]
     assert json.dumps(len(recorder.log))
+
+
+async def test_a_request_has_arrived_when_it_came_not_when_it_was_read() -> None:
+    recorder = Recorder()
+    async with open_engine(engine_config(Script(step_s=0.05)), worker_module=MODULE, observers=[recorder]) as engine:
+        async with engine.generate(Generation(prompt=(1,), params=params(30))) as first:
+            await first.__anext__()  # from now on a step is always under way
+            async with engine.generate(Generation(prompt=(2,), params=params(3))) as second:
+                entered_s = trio.current_time()
+                await second.__anext__()
+        arrived = [event for event in recorder.log if isinstance(event, Arrived)]
+        assert arrived[1].now_s <= entered_s
 
 
 async def test_progress_of_loading_and_signs_of_life() -> None:
