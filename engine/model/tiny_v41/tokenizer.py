@@ -66,6 +66,7 @@ def save(tokenizer: Tokenizer, folder: Path) -> None:
         "add_eos_token": False,
         "clean_up_tokenization_spaces": False,
         "model_max_length": 4096,
+        "thinking": False,  # nothing of the kind is trained
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 

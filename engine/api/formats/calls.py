@@ -1,0 +1,316 @@
+"""The forms in which models with a Jinja template write tool calls: how each begins, is read piece by piece, and can be forced.
+
+A reader takes the text after the beginning of a call until the call is over. What turns out to be no call is shown as text.
+Its verdict depends on the text alone, not on the pieces it comes in.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn, Protocol
+
+from .grammars import ANY_TEXT, CallGrammar, Marker, alternatives, json_call, quoted
+
+MAX_HEADER_CHARS = 512  # between a marker and the arguments
+_JSON_CHARS = frozenset(" \t\r\n{}[],:-+.0123456789eEtrufalsn")
+
+
+class ParsedCall(NamedTuple):
+    name: str
+    arguments: str  # JSON text of an object
+
+
+class Reading(NamedTuple):
+    """``calls`` is None where the text is no call: all of it is looked at again. ``rest`` is what came after a call."""
+
+    calls: tuple[ParsedCall, ...] | None
+    rest: str = ""
+
+
+class Reader(Protocol):
+    def feed(self, text: str) -> Reading | None:
+        """None while the call goes on."""
+        ...
+
+    def finish(self) -> Reading:
+        """The text is over."""
+        ...
+
+
+class JsonReader:
+    """One JSON object or array, after a header without braces (Mistral writes the name there). ``known`` restricts the names."""
+
+    def __init__(self, *, known: frozenset[str] | None = None, header: re.Pattern[str] | None = None) -> None:
+        self._known = known
+        self._header_pattern = header
+        self._header = ""
+        self._parts: list[str] = []
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+
+    def feed(self, text: str) -> Reading | None:
+        begin = 0
+        if not self._parts:
+            header = self._header + text
+            begin = next((at for at, char in enumerate(header) if self._begins(header, at, char)), len(header))
+            self._header = header[:begin]
+            if not self._may_be_header() or len(self._header) > MAX_HEADER_CHARS:
+                return Reading(None)
+            if begin == len(header):
+                return None
+            text, begin = header, begin
+        end = self._scan(text, begin)
+        self._parts.append(text[begin:] if end is None else text[begin:end])
+        if end is None:
+            return None
+        return Reading(self._calls(), text[end:]) if end else Reading(None)
+
+    def finish(self) -> Reading:
+        return Reading(None)
+
+    def _begins(self, text: str, at: int, char: str) -> bool:
+        return char == "{" or (char == "[" and not text[:at].strip())
+
+    def _may_be_header(self) -> bool:
+        return not self._header.strip() or self._header_pattern is not None
+
+    def _scan(self, text: str, begin: int) -> int | None:
+        """Where the value ends, None if not here, 0 where it is no JSON."""
+        for at in range(begin, len(text)):
+            char = text[at]
+            if self._in_string:
+                if self._escaped:
+                    self._escaped = False
+                elif char == "\\":
+                    self._escaped = True
+                elif char == '"':
+                    self._in_string = False
+            elif char == '"':
+                self._in_string = True
+            elif char in "{[":
+                self._depth += 1
+            elif char in "}]":
+                self._depth -= 1
+                if not self._depth:
+                    return at + 1
+            elif char not in _JSON_CHARS:
+                return 0
+        return None
+
+    def _calls(self) -> tuple[ParsedCall, ...] | None:
+        value = parse_json("".join(self._parts))
+        if self._header_pattern is not None and self._header.strip():
+            found = self._header_pattern.fullmatch(self._header.strip())
+            value = {"name": found[1], "arguments": value} if found else None
+        entries = value if isinstance(value, list) else [value]
+        calls = [call for entry in entries if (call := self._call(entry)) is not None]
+        return tuple(calls) if calls and len(calls) == len(entries) else None
+
+    def _call(self, entry: Any) -> ParsedCall | None:
+        if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+            return None
+        arguments = entry.get("arguments", entry.get("parameters", {}))
+        if isinstance(arguments, str):
+            arguments = parse_json(arguments)
+        if not isinstance(arguments, dict) or (self._known is not None and entry["name"] not in self._known):
+            return None
+        return ParsedCall(entry["name"], dump_json(arguments))
+
+
+class TagReader:
+    """Qwen3-Coder's: ``<function=name>``, then ``<parameter=name>`` value ``</parameter>`` each, to ``</tool_call>``."""
+
+    _BEGIN, _END = "<tool_call>", "</tool_call>"
+    _FUNCTION = re.compile(r"\s*<function=([^\s<>]{1,64})>")
+
+    def __init__(self, schemas: Mapping[str, Any]) -> None:
+        self._schemas = schemas
+        self._parts: list[str] = []
+        self._tail = ""
+
+    def feed(self, text: str) -> Reading | None:
+        window = self._tail + text
+        ends = [at for mark in (self._BEGIN, self._END) if (at := window.find(mark)) >= 0]
+        self._parts.append(text)
+        if not ends:
+            self._tail = window[1 - len(self._END) :]
+            return None
+        whole = "".join(self._parts)
+        end = len(whole) - len(window) + min(ends)
+        if not whole.startswith(self._END, end):  # a call does not begin inside another
+            return Reading(None)
+        return Reading(self._calls(whole[:end]), whole[end + len(self._END) :])
+
+    def finish(self) -> Reading:
+        whole = "".join(self._parts)
+        return Reading(self._calls(whole) if whole.rstrip().endswith("</function>") else None)
+
+    def _calls(self, text: str) -> tuple[ParsedCall, ...] | None:
+        begun = self._FUNCTION.match(text)
+        if begun is None:
+            return None
+        arguments = self._arguments(text[begun.end() :].rstrip().removesuffix("</function>"), self._schemas.get(begun[1]))
+        return None if arguments is None else (ParsedCall(begun[1], dump_json(arguments)),)
+
+    @staticmethod
+    def _arguments(text: str, schema: Any) -> dict[str, Any] | None:
+        properties = schema.get("properties") if isinstance(schema, dict) else None
+        arguments: dict[str, Any] = {}
+        at = 0
+        while (begin := text.find("<parameter=", at)) >= 0 and not text[at:begin].strip():
+            value, end = text.find(">", begin), text.find("</parameter>", begin)
+            if value < 0 or end < value:
+                return None
+            name = text[begin + len("<parameter=") : value]
+            arguments[name] = _typed(text[value + 1 : end].removeprefix("\n").removesuffix("\n"), (properties or {}).get(name))
+            at = end + len("</parameter>")
+        return None if text[at:].strip() else arguments
+
+
+def _typed(text: str, schema: Any) -> Any:
+    if isinstance(schema, dict) and schema.get("type") == "string":
+        return text
+    value = parse_json(text)
+    return text if value is None and text.strip() != "null" else value
+
+
+def parse_json(text: str) -> Any:
+    """The value; None also for what is no JSON."""
+    try:
+        return json.loads(text, strict=False, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        return None
+
+
+def dump_json(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    # Half a surrogate pair is fine as an escape, but is no character that could be sent.
+    return text if text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text) else json.dumps(value)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+class Marks(Protocol):
+    """Makes the marker of a text, by its token where there is one."""
+
+    def __call__(self, text: str) -> Marker: ...
+
+
+class CallForm(Protocol):
+    """``opening`` begins a call anywhere; with ``bare``, so does a brace at the beginning of the answer. ``closing`` may follow one."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def opening(self) -> str: ...
+
+    @property
+    def closing(self) -> str: ...
+
+    @property
+    def bare(self) -> bool: ...
+
+    def reader(self, functions: Mapping[str, Any]) -> Reader: ...
+
+    def grammar(self, functions: Sequence[dict[str, Any]], mark: Marks, *, parallel: bool) -> CallGrammar: ...
+
+
+class TaggedJson:
+    """Hermes, Qwen: ``<tool_call>{"name": ..., "arguments": ...}</tool_call>``."""
+
+    name = "tagged_json"
+    opening = "<tool_call>"
+    closing = "</tool_call>"
+    bare = False
+
+    def reader(self, functions: Mapping[str, Any]) -> Reader:
+        del functions
+        return JsonReader()
+
+    def grammar(self, functions: Sequence[dict[str, Any]], mark: Marks, *, parallel: bool) -> CallGrammar:
+        call, rules = alternatives("call", [json_call("name", "arguments", function) for function in functions])
+        begin, end = mark(self.opening), mark(self.closing)
+        rest = rf'"\n" {call} "\n" {end.lark}'
+        again = rf' ("\n" {begin.lark} {rest})*' if parallel else ""
+        return CallGrammar(begin, rest + again, rules)
+
+
+class TaggedFunctions:
+    """Qwen3-Coder: parameters in tags of their own."""
+
+    name = "tagged_functions"
+    opening = "<tool_call>"
+    closing = ""
+    bare = False
+
+    def reader(self, functions: Mapping[str, Any]) -> Reader:
+        return TagReader(functions)
+
+    def grammar(self, functions: Sequence[dict[str, Any]], mark: Marks, *, parallel: bool) -> CallGrammar:
+        bodies = []
+        rules = [f"value[suffix={quoted(chr(10) + '</parameter>' + chr(10))}]: {ANY_TEXT}"]
+        for function in functions:
+            parts = [quoted(f"\n<function={function['name']}>\n")]
+            schema = function.get("parameters") or {}
+            required = schema.get("required") or ()
+            for name in schema.get("properties") or {}:
+                body = f"{quoted(f'<parameter={name}>' + chr(10))} value"
+                parts.append(f"{body}" if name in required else f"({body})?")
+            bodies.append(" ".join([*parts, quoted("</function>\n")]))
+        call, more = alternatives("call", bodies)
+        begin, end = mark(self.opening), mark("</tool_call>")
+        again = rf' ("\n" {begin.lark} {call} {end.lark})*' if parallel else ""
+        return CallGrammar(begin, f"{call} {end.lark}{again}", (*rules, *more))
+
+
+class BareJson:
+    """Llama 3.1: ``{"name": ..., "parameters": ...}`` is the whole answer, with or without ``<|python_tag|>`` before it."""
+
+    name = "bare_json"
+    opening = "<|python_tag|>"
+    closing = ";"
+    bare = True
+
+    def reader(self, functions: Mapping[str, Any]) -> Reader:
+        return JsonReader(known=frozenset(functions))
+
+    def grammar(self, functions: Sequence[dict[str, Any]], mark: Marks, *, parallel: bool) -> CallGrammar:
+        del mark
+        call, rules = alternatives("call", [json_call("name", "parameters", function) for function in functions])
+        return CallGrammar(None, rf'{call} ("; " {call})*' if parallel else call, rules)
+
+
+class MarkedList:
+    """Mistral: ``[TOOL_CALLS]`` and a list of calls, or, newer, a name and its arguments after each marker."""
+
+    name = "marked_list"
+    opening = "[TOOL_CALLS]"
+    closing = ""
+    bare = False
+    _HEADER = re.compile(r"([\w.-]{1,64})(?:\[CALL_ID\]\w{1,64})?(?:\[ARGS\])?")
+
+    def reader(self, functions: Mapping[str, Any]) -> Reader:
+        del functions
+        return JsonReader(header=self._HEADER)
+
+    def grammar(self, functions: Sequence[dict[str, Any]], mark: Marks, *, parallel: bool) -> CallGrammar:
+        call, rules = alternatives("call", [json_call("name", "arguments", function) for function in functions])
+        again = rf' (", " {call})*' if parallel else ""
+        return CallGrammar(mark(self.opening), f'"[" {call}{again} "]"', rules)
+
+
+def detect_form(template: str) -> CallForm | None:
+    """The form that a template's own text prescribes or replays, None where it is unknown."""
+    if "<tool_call>" in template:
+        return TaggedFunctions() if "<function=" in template else TaggedJson()
+    if "[TOOL_CALLS]" in template:
+        return MarkedList()
+    if "<|python_tag|>" in template or ('"parameters"' in template and '"name"' in template):
+        return BareJson()
+    return None
