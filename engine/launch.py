@@ -21,6 +21,7 @@ from engine.core.scheduler_config import SchedulerConfig
 from engine.core.specs import ModelSpec, V41Spec
 from engine.device import DeviceInfo, resolve_device
 from engine.model.files import ModelFiles, read_model_files
+from engine.model.registry import require_weights
 from engine.options import Resolved
 from engine.tokenizer import Tokenizer
 
@@ -50,7 +51,7 @@ def open_model(name_or_path: str) -> OpenedModel:
     if files.is_gguf:
         template = ChatTemplate(files.chat_template) if files.chat_template else None
         return OpenedModel(files, Tokenizer(files.tokenizer_json, eos_token_ids=files.spec.eos_token_ids, chat_template=template))
-    return OpenedModel(files, Tokenizer.from_folder(files.path))
+    return OpenedModel(files, Tokenizer.from_folder(files.text_folder))
 
 
 class Launch(msgspec.Struct, frozen=True):
@@ -64,8 +65,13 @@ class Launch(msgspec.Struct, frozen=True):
     budget_bytes: int
 
 
-def plan_launch(options: Resolved, spec: ModelSpec, model: str) -> Launch:
-    """Size the caches and fill the actors' configuration. Raises ConfigError for whatever cannot work."""
+def plan_launch(options: Resolved, spec: ModelSpec, model: str, *, to_run: bool = True) -> Launch:
+    """Size the caches and fill the actors' configuration. Raises ConfigError for whatever cannot work.
+
+    Without ``to_run`` the model need not have weights: its sizes are asked for.
+    """
+    if to_run and options["load_format"] != "random":
+        require_weights(model)
     layout = parse_layout(options["layout"])
     _refuse_what_is_not_built(options, layout)
     device = resolve_device(options["device"])

@@ -161,7 +161,8 @@ def test_check_and_show_agree_on_memory(capsys: pytest.CaptureFixture[str]) -> N
     assert check["memory_bytes"]["weights"] == show["memory_bytes"]["weights"]
     assert check["memory_bytes"]["kv"] == show["memory_bytes"]["kv"] + show["memory_bytes"]["kv_fixed"]
     assert show["parameters"] == sum(show["parameters_by_group"].values())
-    assert {model["name"] for model in run_json(capsys, "model", "list")["models"]} == {"tiny-v41", "smollm2-135m"}
+    listed = {model["name"]: model["preset"] for model in run_json(capsys, "model", "list")["models"]}
+    assert listed == {"tiny-v41": False, "smollm2-135m": False, "v41-100m": True, "qwen3-moe-100m": True}
 
 
 @pytest.mark.parametrize("way", [[], ["--chunk", "5"], ["--decode-from", "3"], ["--block-size", "8"]])

@@ -38,12 +38,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--chunk", type=int, metavar="N", help="prefill in chunks of N tokens (default: whole)")
     parser.add_argument("--decode-from", type=int, metavar="K", help="feed the tokens after the first K one by one")
     parser.add_argument("--greedy", type=int, default=0, metavar="N", help="continue each sequence greedily by N tokens")
+    parser.add_argument("--load-format", default="auto", choices=("auto", "random"), help="random makes seeded weights")
+    parser.add_argument("--random-seed", type=int, default=0, metavar="N", help="of random weights")
     parser.add_argument("--json", action="store_true", help="print a JSON summary")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    for name, low in (("chunk", 1), ("decode_from", 1), ("greedy", 0), ("block_size", 1)):
+    for name, low in (("chunk", 1), ("decode_from", 1), ("greedy", 0), ("block_size", 1), ("random_seed", 0)):
         value = getattr(arguments, name)
         if value is not None and not low <= value <= MAX_PACKED_TOKENS:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; needed: an integer from {low} to {MAX_PACKED_TOKENS}")
@@ -63,6 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
         dtype=getattr(torch, arguments.dtype),
         device=torch.device(device),
         cache_rounding=arguments.cache_rounding == "on",
+        load_format=arguments.load_format,
+        random_seed=arguments.random_seed,
     )
     vocab_size = loaded.model.spec.vocab_size
     for index, tokens in enumerate(sequences):

@@ -47,6 +47,7 @@ def run_list(arguments: argparse.Namespace) -> int:
             "summary": model.summary,
             "licence": model.licence,
             "present": is_present(model),
+            "preset": model.is_preset,
             "path": str(folder_of(model)),
         }
         for model in models()
@@ -55,7 +56,8 @@ def run_list(arguments: argparse.Namespace) -> int:
         print_json({"models": rows})
         return 0
     for row in rows:
-        print(f"{row['name']:<16} {'here' if row['present'] else 'not fetched':<12} {row['summary']} ({row['licence']})")
+        state = "preset" if row["preset"] else "here" if row["present"] else "not fetched"
+        print(f"{row['name']:<16} {state:<12} {row['summary']} ({row['licence']})")
     return 0
 
 
@@ -66,7 +68,7 @@ def run_show(arguments: argparse.Namespace) -> int:
     from engine.launch import open_model, plan_launch
 
     model = open_model(arguments.model)
-    launch = plan_launch(options, model.spec, arguments.model)
+    launch = plan_launch(options, model.spec, arguments.model, to_run=False)
     description = describe(model.spec, launch.memory, launch.config.workers[0].dtype)
     description["cache"] = launch.config.scheduler.cache
     if arguments.json:

@@ -24,10 +24,13 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """``path`` is the folder or the .gguf file. ``tokenizer_json`` is what ``tokenizers.Tokenizer.from_buffer`` reads, None where
+    """``path`` is the folder or the .gguf file; ``text_folder`` the folder of the tokenizer's files, the same but for presets.
+
+    ``tokenizer_json`` is what ``tokenizers.Tokenizer.from_buffer`` reads, None where
     the model has no tokenizer; so is ``chat_template``, Jinja source."""
 
     path: Path
+    text_folder: Path
     spec: ModelSpec
     config: dict[str, Any]
     tokenizer_json: bytes | None
@@ -42,13 +45,13 @@ def read_model_files(name_or_path: str | Path) -> ModelFiles:
     """Resolve a packaged name or a path and read everything but the weights. Raises ConfigError naming the file at fault."""
     path = registry.resolve(name_or_path)
     if path.is_dir():
-        return _read_folder(path)
+        return _read_folder(path, registry.text_folder(path))
     if path.suffix == ".gguf":
         from engine.model.gguf import GgufFile  # an optional package, needed for this format only
 
         file = GgufFile(path)
         config = file.config()
-        return ModelFiles(path, model_spec(config, path.stem), config, file.tokenizer_json(), file.chat_template())
+        return ModelFiles(path, path.parent, model_spec(config, path.stem), config, file.tokenizer_json(), file.chat_template())
     if path.suffix in PICKLE_SUFFIXES:
         raise pickle_refusal(path)
     raise ConfigError(f"{path}: not a model; needed: a folder with config.json, a .gguf file, or one of {', '.join(registry.names())}")
@@ -67,18 +70,19 @@ def read_json(path: Path) -> Any:
         raise ConfigError(f"{path}: not valid JSON ({error})") from None
 
 
-def _read_folder(folder: Path) -> ModelFiles:
+def _read_folder(folder: Path, text_folder: Path) -> ModelFiles:
     config = read_json(folder / "config.json")
     spec = model_spec(config, folder.resolve().name)
-    tokenizer = folder / "tokenizer.json"
+    tokenizer = text_folder / "tokenizer.json"
     if tokenizer.is_file():
         read_json(tokenizer)  # a broken one is named here, not in the middle of the start
     return ModelFiles(
         path=folder,
+        text_folder=text_folder,
         spec=_with_generation_eos(spec, folder / "generation_config.json"),
         config=config,
         tokenizer_json=read_bytes(tokenizer, MAX_JSON_BYTES) if tokenizer.is_file() else None,
-        chat_template=_chat_template(folder),
+        chat_template=_chat_template(text_folder),
     )
 
 

