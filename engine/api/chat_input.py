@@ -75,7 +75,7 @@ def check_messages(messages: Sequence[Message]) -> None:
                 if not isinstance(part, TextPart):
                     raise not_implemented(f"{at}.content[{number}]", f": a part of the type {shown(part.__struct_config__.tag)}")
         if isinstance(message, AssistantMessage):
-            refuse_unimplemented(message, message.not_implemented)
+            refuse_unimplemented(message, message.not_implemented, at)
             if message.prefix and index != len(messages) - 1:
                 raise RequestError(f"{at}.prefix is true; allowed: in the last message", param=f"{at}.prefix")
             if message.content is None and not message.tool_calls and not message.reasoning_content and not message.reasoning:

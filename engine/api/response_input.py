@@ -150,7 +150,7 @@ def check_parts(request: ResponsesRequest) -> None:
     for name in ("text", "reasoning"):
         part: Any = getattr(request, name)
         if part is not None:
-            refuse_unimplemented(part, part.not_implemented)
+            refuse_unimplemented(part, part.not_implemented, name)
     for entry in request.include or ():
         if entry != "message.output_text.logprobs":
             raise not_implemented("include", f" for {shown(entry)}; allowed: message.output_text.logprobs")

@@ -181,6 +181,17 @@ async def streamed(server: Server, path: str, **fields: Any) -> list[dict[str, A
     return chunks(response.text)
 
 
+@contextlib.asynccontextmanager
+async def begun(server: Server, path: str, **fields: Any) -> AsyncIterator[AsyncIterator[str]]:
+    """A stream whose first line has come; leaving the context closes the connection."""
+    body = {name: value for name, value in (BODIES[path] | {"stream": True} | fields).items() if value is not ...}
+    async with server.client.stream("POST", path, json=body) as response:
+        assert response.status_code == 200
+        lines = response.aiter_lines()
+        assert (await anext(lines)).startswith(("data: ", "event: "))
+        yield lines
+
+
 # -- a server in a thread ---------------------------------------------------------------------------------------------------------
 
 

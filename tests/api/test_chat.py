@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tests.api.openai_server import (
     PlainFormat,
     TaggedFormat,
     answer_script,
+    begun,
     events,
     open_answering,
     post,
@@ -232,7 +234,7 @@ async def test_what_the_format_is_asked() -> None:
         plain = tagged.asked[-1]
         assert (plain.tool_choice, plain.parallel_tool_calls, plain.thinking, plain.constraint) == ("auto", True, None, None)
         assert (plain.add_generation_prompt, plain.continue_final_message, plain.tools) == (True, False, None)
-        messages = [
+        messages: list[dict[str, Any]] = [
             {"role": "system", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
             {"role": "assistant", "content": None, "reasoning": "why", "refusal": None, "annotations": [],
              "tool_calls": [{"id": "c", "index": 0, "type": "function", "function": {"name": "add", "arguments": "{}"}}]},
@@ -273,25 +275,20 @@ async def test_a_worker_that_dies_ends_the_stream_with_an_error() -> None:
 
 async def test_a_client_that_leaves_frees_all_samples() -> None:
     async with open_server(engine=engine_config(answer_script("word ", end=False, step_s=0.01)), chat_format=TaggedFormat()) as server:
-        body = {"model": "scripted", "messages": [{"role": "user", "content": "Hi"}], "stream": True, "n": 3}
-        async with server.client.stream("POST", CHAT, json=body) as response:
-            async for _ in response.aiter_lines():
-                break
+        async with begun(server, CHAT, n=3):
             assert server.gateway.num_requests == 3
         await assert_idle(server)
-        with trio.move_on_after(0.3):
-            await server.client.post(CHAT, json=body | {"stream": False})
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(partial(post, server, CHAT, n=3))  # not streamed: nothing is written that could fail
+            await until(lambda: server.gateway.num_requests == 3)
+            nursery.cancel_scope.cancel()
         await assert_idle(server)
 
 
 async def test_full_queue_is_429_in_both_modes() -> None:
     script = answer_script("word ", end=False, step_s=0.02)
     async with open_server(engine=engine_config(script, scheduler={"max_waiting": 1}), chat_format=TaggedFormat()) as server:
-        slots = CACHE.max_running + 1
-        body = {"model": "scripted", "messages": [{"role": "user", "content": "Hi"}], "stream": True, "n": slots, "max_tokens": 40}
-        async with server.client.stream("POST", CHAT, json=body) as response:
-            async for _ in response.aiter_lines():
-                break
+        async with begun(server, CHAT, n=CACHE.max_running + 1, max_tokens=100):
             for stream in (False, True):
                 refused = await post(server, CHAT, stream=stream)
                 assert (refused.status_code, error_code(refused.content)) == (429, "queue_full")
@@ -316,6 +313,7 @@ MISTAKES: list[tuple[dict[str, Any], int, str | None]] = [
     ({"messages": [{"role": "user"}]}, 400, "messages[0].content"),
     ({"messages": [{"role": "king", "content": "x"}]}, 400, "messages[0].role"),
     ({"messages": [{"role": "assistant"}]}, 400, "messages[0]"),
+    ({"messages": [{"role": "assistant", "content": "x", "refusal": "no"}]}, 400, "messages[0].refusal"),
     ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages[0].tool_call_id"),
     ({"messages": [{"role": "user", "content": "x", "extra": 1}]}, 400, "messages[0].extra"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]}, 400, "messages[0].content[0]"),

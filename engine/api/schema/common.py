@@ -133,14 +133,14 @@ def not_implemented(name: str, detail: str = "") -> RequestError:
     return RequestError(f"{name} is not implemented by this server{detail}", param=name, code="not_implemented")
 
 
-def refuse_unimplemented(request: msgspec.Struct, fields: Mapping[str, tuple[Any, ...]]) -> None:
-    """``fields``: names and the values, beside null, that ask for nothing."""
+def refuse_unimplemented(request: msgspec.Struct, fields: Mapping[str, tuple[Any, ...]], at: str = "") -> None:
+    """``fields``: names and the values, beside null, that ask for nothing. ``at`` is where a part of the body is."""
     for name, allowed in fields.items():
         value = getattr(request, name)
         if value is None or any(type(value) is type(noop) and value == noop for noop in allowed):
             continue
         values = f"; allowed: null{''.join(f' or {shown(noop)}' for noop in allowed)}"
-        raise not_implemented(name, values)
+        raise not_implemented(f"{at}.{name}" if at else name, values)
 
 
 def check_depth(value: Any, name: str) -> None:
