@@ -121,6 +121,24 @@ class StepPlan(msgspec.Struct, frozen=True, tag="plan"):
         return sum(rank.num_tokens for rank in self.ranks)
 
 
+class StepPeers(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank must know of the whole step to take part in its collectives: one entry for each data-parallel rank."""
+
+    num_tokens: tuple[int, ...]
+    num_logit_rows: tuple[int, ...]  # one for each emitting item and one for each of its drafts
+    num_emitting: tuple[int, ...]  # items that emit, which are the sequences of the draft round that follows
+
+
+def step_peers(plan: StepPlan) -> StepPeers:
+    """The peers' view of ``plan``; every worker of the replica is given the same."""
+    emitting = [[item for item in rank.items if item.emits] for rank in plan.ranks]
+    return StepPeers(
+        num_tokens=tuple(rank.num_tokens for rank in plan.ranks),
+        num_logit_rows=tuple(sum(1 + item.num_draft_tokens for item in items) for items in emitting),
+        num_emitting=tuple(len(items) for items in emitting),
+    )
+
+
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Natural-log probabilities at one emitted position, of the model's own distribution."""
 

@@ -93,3 +93,33 @@ def expert_gemm(x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, w13_EJD: Tenso
     inner_PI = swiglu(gate_PI, up_PI, limit, weights_TK.flatten().index_select(0, order_P).unsqueeze(-1))
     out_PD = functional.grouped_mm(inner_PI, w2_EID, offs=ends_E)
     return out_PD.index_select(0, order_P.argsort()).view(num_tokens, top_k, x_TD.shape[1]).sum(1)
+
+
+@component("expert_gemm")
+def expert_gemm_partial(x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, w13_EJD: Tensor, w2_EID: Tensor, limit: float | None) -> Tensor:
+    """The part [T, D] of each token's weighted sum that these E experts give; an id of E is an expert of somebody else, and adds nothing.
+
+    Summed in the order of ``ids_TK``, as by ``expert_gemm``.
+    """
+    num_tokens, top_k = ids_TK.shape
+    num_experts, inner, hidden = w2_EID.shape
+    if num_tokens == 0:
+        return x_TD
+    if expert_form(max(num_tokens, 2), top_k, w2_EID) == "dense":
+        both_TE2I = functional.linear(x_TD, w13_EJD.view(-1, hidden)).view(num_tokens, num_experts, 2, inner)
+        # One column more takes what others compute.
+        weights_TE = weights_TK.new_zeros((num_tokens, num_experts + 1)).scatter_add_(1, ids_TK, weights_TK)[:, :num_experts]
+        inner_TEI = swiglu(both_TE2I[:, :, 0], both_TE2I[:, :, 1], limit, weights_TE.unsqueeze(-1))
+        return inner_TEI.flatten(1) @ w2_EID.view(-1, hidden)
+    sorted_P, order_P = ids_TK.flatten().sort(stable=True)
+    experts_E = torch.arange(num_experts, device=ids_TK.device)
+    ends_E = torch.searchsorted(sorted_P, experts_E, right=True, out_int32=True)
+    if x_TD.device.type == "cpu":  # the others' pairs lie last; a GPU would have to wait to learn their number
+        order_P = order_P[: int(ends_E[-1])]
+    gate_PI, up_PI = functional.grouped_mm(x_TD.index_select(0, order_P // top_k), w13_EJD.mT, offs=ends_E).chunk(2, dim=-1)
+    inner_PI = swiglu(gate_PI, up_PI, limit, weights_TK.flatten().index_select(0, order_P).unsqueeze(-1))
+    out_PD = functional.grouped_mm(inner_PI, w2_EID, offs=ends_E)
+    if x_TD.device.type != "cpu":  # rows past the last group are not written
+        out_PD = out_PD.masked_fill((sorted_P == num_experts).unsqueeze(-1), 0.0)
+    pairs_PD = out_PD.new_zeros((num_tokens * top_k, hidden)).index_copy_(0, order_P, out_PD)
+    return pairs_PD.view(num_tokens, top_k, hidden).sum(1)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.core.cache_config import CacheConfig
+from engine.core.plan import StepPeers
 from engine.core.specs import ModelSpec
 from engine.model.batch import ForwardBatch
 
@@ -19,6 +20,10 @@ class WeightSource(Protocol):
 
     def get(self, name: str) -> Tensor:
         """The tensor under its official name, on the CPU, in its stored dtype."""
+        ...
+
+    def part(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        """Indices [start, stop) of dimension ``dim`` of it, without reading the rest where the format allows that."""
         ...
 
 
@@ -52,6 +57,7 @@ class DraftRequest:
     uniforms_AK: Tensor
     num_tokens: int  # K, at most the draft's block size
     all_greedy: bool
+    peers: StepPeers | None = None  # where the replica has several ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,4 +123,12 @@ class Model(Protocol):
 
     def draft(self, request: DraftRequest, cache: KVCache) -> DraftOutput:
         """Raises ConfigError where the model has no draft."""
+        ...
+
+    def join(self, peers: StepPeers) -> None:
+        """Take part in the collectives of a forward that other ranks of the replica make, with no tokens of one's own."""
+        ...
+
+    def join_draft(self, peers: StepPeers) -> None:
+        """The same for a draft round."""
         ...

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from engine.core.plan import StepPeers
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
@@ -31,6 +33,7 @@ class ForwardBatch:
     num_sequences: int
     max_query_len: int  # Python ints, so that a model decides its path without reading the device
     max_context_len: int
+    peers: StepPeers | None = None  # where the replica has several ranks
 
     @property
     def decode_only(self) -> bool:

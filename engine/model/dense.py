@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from engine.core.cache_config import CacheConfig
 from engine.core.errors import ConfigError, InvariantError
+from engine.core.plan import StepPeers
 from engine.core.specs import DenseSpec
 from engine.kernels import decode_cpu
 from engine.kernels.attention_full import AttentionPlan, attend, plan_attention
@@ -83,6 +84,12 @@ class DenseModel:
 
     def draft(self, request: DraftRequest, cache: KVCache) -> DraftOutput:  # noqa: ARG002 (the protocol's signature)
         raise ConfigError(f"{self.spec.name}: a {self.spec.architecture} has no draft head")
+
+    def join(self, peers: StepPeers) -> None:
+        """Nothing: what tensor ranks exchange, they exchange among ranks with the same tokens."""
+
+    def join_draft(self, peers: StepPeers) -> None:
+        """Nothing: there is no draft."""
 
     def forward(self, batch: ForwardBatch, cache: KVCache, capture: frozenset[str] = frozenset()) -> ForwardOutput:
         """Logits of the wanted rows. ``capture`` may name "hidden": the normed hidden states of these rows [R, D]."""

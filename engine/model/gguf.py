@@ -164,6 +164,9 @@ class GgufFile:
                     f"{self.path}: tensor {own} is stored as {tensor.tensor_type.name}, which cannot be read ({error})"
                 ) from None
 
+    def part(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        return self.get(name).narrow(dim, start, stop - start)
+
     def get(self, name: str) -> Tensor:
         """The tensor under its official name in float32, q and k rows in Hugging Face's order."""
         import gguf

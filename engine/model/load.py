@@ -136,6 +136,11 @@ class SafetensorsWeights:
         tensor: Tensor = self._files[name].get_tensor(name)
         return tensor
 
+    def part(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        stored = self._files[name].get_slice(name)
+        tensor: Tensor = stored[start:stop] if dim == 0 else stored[:, start:stop]
+        return tensor
+
     def _verify(self, folder: Path, spec: ModelSpec, owner: dict[str, Path]) -> None:
         expected = expected_tensors(spec)
         for name, wanted in expected.items():
@@ -198,11 +203,19 @@ class _ReportedWeights:
 
     def get(self, name: str) -> Tensor:
         tensor = self._weights.get(name)
+        self._count(name)
+        return tensor
+
+    def part(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        tensor = self._weights.part(name, dim, start, stop)
+        self._count(name)
+        return tensor
+
+    def _count(self, name: str) -> None:
         self._done += self._waiting.pop(name, 0)
         if self._done == self._total or self._done - self._reported >= self._total // 100:
             self._reported = self._done
             self._report(self._done, self._total)
-        return tensor
 
 
 class RandomWeights:
@@ -219,6 +232,9 @@ class RandomWeights:
         spec = self._expected[name]
         tensor = self._values(name, spec)
         return tensor if spec.kind == FP32 else tensor.to(torch.bfloat16)
+
+    def part(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        return self.get(name).narrow(dim, start, stop - start)
 
     def _values(self, name: str, spec: TensorSpec) -> Tensor:
         if spec.kind == NORM or (spec.kind == FP32 and name.endswith("_scale")):

@@ -57,6 +57,9 @@ class Weights:
                 1.0 + 0.3 * noise if "norm" in name else noise * (0.3 if len(tensor.shape) == 1 else tensor.shape[-1] ** -0.5)
             )
 
+    def part(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        return self.get(name).narrow(dim, start, stop - start)
+
     def get(self, name: str) -> Tensor:
         return self.tensors[name]
 

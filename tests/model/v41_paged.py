@@ -33,6 +33,9 @@ class DictWeights:
     def get(self, name: str) -> Tensor:
         return self.tensors[name]
 
+    def part(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        return self.tensors[name].narrow(dim, start, stop - start)
+
 
 @dataclass
 class Case:

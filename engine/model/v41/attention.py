@@ -18,6 +18,8 @@ from engine.model.v41.cache import V41Cache
 from engine.model.v41.selection import select
 from engine.model.v41.step import Pass
 from engine.model.v41.weights import LayerWeights
+from engine.parallel.groups import Group
+from engine.parallel.tensor import all_reduce
 
 
 @component("projection")
@@ -41,7 +43,7 @@ def attention(x_TD: Tensor, layer: LayerWeights, run: Pass, only_T: Tensor | Non
     low_TQ = rms_norm(low_TQ, layer.q_norm, spec.rms_norm_eps)
     if layer.role in (AttentionRole.FULL, AttentionRole.REINDEX):
         select(low_TQ, parts[2], layer, run)
-    q_THC = functional.linear(low_TQ, layer.wq_b).view(low_TQ.shape[0], spec.num_heads, spec.head_dim)
+    q_THC = functional.linear(low_TQ, layer.wq_b).view(low_TQ.shape[0], layer.sink.shape[0], spec.head_dim)
     rope_(q_THC, rotation)
     scale = spec.head_dim**-0.5
     if layer.ratio == 0 or step.selection is None:
@@ -50,7 +52,7 @@ def attention(x_TD: Tensor, layer: LayerWeights, run: Pass, only_T: Tensor | Non
     else:
         rows_TX = step.selection.for_layer(layer.layer, step.window_rows_TW.shape[1], cache.layer_rows)
         out_THC = sparse_attention(q_THC, cache.rows_NC, rows_TX, step.selection.bias_TX, layer.sink, scale)
-    return project_out(out_THC, layer, spec, rotation)
+    return project_out(out_THC, layer, rotation, run.tensor)
 
 
 @component("kv_write")
@@ -65,12 +67,16 @@ def stage_window_rows(
 
 
 @component("projection")
-def project_out(out_THC: Tensor, layer: LayerWeights, spec: V41Spec, rotation: Tensor) -> Tensor:
-    """Rotate the heads back, project each group of heads to its low rank, then all of it to the hidden size: [T, D]."""
+def project_out(out_THC: Tensor, layer: LayerWeights, rotation: Tensor, tensor: Group | None) -> Tensor:
+    """Rotate the heads back, project each group of heads to its low rank, then all of it to the hidden size: [T, D].
+
+    Ranks of ``tensor`` hold some of the groups each, and add up what these give.
+    """
     rope_(out_THC, rotation, inverse=True)
-    groups_GTX = out_THC.reshape(out_THC.shape[0], spec.o_groups, layer.wo_a.shape[1]).transpose(0, 1)
+    groups_GTX = out_THC.reshape(out_THC.shape[0], *layer.wo_a.shape[:2]).transpose(0, 1)
     low_TX = torch.bmm(groups_GTX, layer.wo_a).transpose(0, 1).flatten(1)
-    return functional.linear(low_TX, layer.wo_b)
+    out_TD = functional.linear(low_TX, layer.wo_b)
+    return out_TD if tensor is None else all_reduce(tensor, out_TD)
 
 
 @component("compressor")

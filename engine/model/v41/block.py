@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from engine.kernels.norm import rms_norm
 from engine.kernels.router import router
 from engine.kernels.timing import component
 from engine.model.v41.weights import LayerWeights, MoeWeights
+from engine.parallel.experts import RoutedExperts
+from engine.parallel.tensor import all_reduce
 
 
 def block(
@@ -25,10 +27,12 @@ def block(
     attend: Callable[[Tensor], Tensor],
     token_kind_T: Tensor | None,
     only_T: Tensor | None = None,
+    num_tokens: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
     """Streams and pre after the layer. Each sublayer collapses the streams with the *previous* sublayer's pre (the shift).
 
     ``only_T``: tokens the caller wants the result of; ``attend`` sees all of them, and returns (and what follows is for) those alone.
+    ``num_tokens``: how many of these each data rank has, where experts are spread over ranks.
     """
     iterations, eps, norm_eps = spec.hc_sinkhorn_iters, spec.hc_eps, spec.rms_norm_eps
     dtype = layer.in_proj.dtype  # the streams may be wider
@@ -41,7 +45,7 @@ def block(
     pre_TS = next_pre_TS
     next_pre_TS, post_TS, comb_TSS = mhc_mix(streams_TSD, layer.hc_ffn_fn, layer.hc_ffn_base, iterations, eps, norm_eps)
     x_TD = rms_norm(mhc_collapse(pre_TS, streams_TSD), layer.ffn_norm, norm_eps).to(dtype)
-    streams_TSD = mhc_expand(streams_TSD, moe(x_TD, layer.moe, spec, token_kind_T), post_TS, comb_TSS)
+    streams_TSD = mhc_expand(streams_TSD, moe(x_TD, layer.moe, spec, token_kind_T, num_tokens), post_TS, comb_TSS)
     return streams_TSD, next_pre_TS
 
 
@@ -49,7 +53,7 @@ _shared_expert = component("shared_expert")(gated_ffn)
 
 
 @component("expert_gemm")
-def moe(x_TD: Tensor, weights: MoeWeights, spec: V41Spec, token_kind_T: Tensor | None) -> Tensor:
+def moe(x_TD: Tensor, weights: MoeWeights, spec: V41Spec, token_kind_T: Tensor | None, num_tokens: Sequence[int] = ()) -> Tensor:
     """Routed experts plus the shared one [T, D]. The three ways of computing it give the same numbers up to rounding."""
     bias = weights.bias
     if bias.dim() == 2:
@@ -57,6 +61,8 @@ def moe(x_TD: Tensor, weights: MoeWeights, spec: V41Spec, token_kind_T: Tensor |
         bias = functional.embedding(token_kind_T, bias)
     chosen_TK, ids_TK = router(x_TD, weights.gate, bias, weights.experts_per_token, spec.routed_scaling_factor)
     limit = spec.swiglu_limit
+    if weights.spread is not None:
+        return _spread(x_TD, chosen_TK, ids_TK, weights, weights.spread, limit, num_tokens)
     form = expert_form(x_TD.shape[0], weights.experts_per_token, weights.w2)
     if form == "single":
         ids_K = torch.cat((ids_TK[0], weights.shared_ids))
@@ -69,3 +75,20 @@ def moe(x_TD: Tensor, weights: MoeWeights, spec: V41Spec, token_kind_T: Tensor |
     if weights.shared_w13 is None or weights.shared_w2 is None:
         return routed_TD
     return routed_TD + _shared_expert(x_TD, weights.shared_w13, weights.shared_w2, limit)
+
+
+def _spread(
+    x_TD: Tensor,
+    chosen_TK: Tensor,
+    ids_TK: Tensor,
+    weights: MoeWeights,
+    spread: RoutedExperts,
+    limit: float,
+    num_tokens: Sequence[int],
+) -> Tensor:
+    """The same over several ranks; one sum over the tensor group completes routed and shared experts together."""
+    out_TD = spread(x_TD, chosen_TK, ids_TK, num_tokens)
+    if weights.shared_w13 is not None and weights.shared_w2 is not None:
+        out_TD = out_TD + _shared_expert(x_TD, weights.shared_w13, weights.shared_w2, limit)
+    tensor = spread.groups.tensor
+    return out_TD if tensor is None else all_reduce(tensor, out_TD)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.core.errors import ConfigError
+from engine.core.plan import StepPeers
 from engine.core.specs import V41Spec
 from engine.kernels.attention_sparse import window_attention
 from engine.kernels.mhc import mhc_collapse
@@ -87,7 +88,8 @@ class DraftHead:
             )
         hidden_AKD = self._hidden(request, cache)
         wide_RD = rms_norm(hidden_AKD, self.norm_D, self.spec.rms_norm_eps).float()
-        return self._sample(request, hidden_AKD, functional.linear(wide_RD, self.model.head_VD))
+        logits_AKV = self.model.head(wide_RD.flatten(0, 1)).view(*wide_RD.shape[:2], -1)
+        return self._sample(request, hidden_AKD, logits_AKV)
 
     def _hidden(self, request: DraftRequest, cache: V41Cache) -> Tensor:
         """h_i [A, K, D] of the first K block rows."""
@@ -100,21 +102,33 @@ class DraftHead:
         rotation = rope_rotation((request.positions_A.unsqueeze(-1) + steps_Q).flatten(), self.model.builder.plain_Q)
         rows_AW, bias_AW = self._rows(request, cache)
         streams = self.model.embed(tokens_AQ.flatten())
+        num_tokens = self._num_tokens(request.peers)
         pre = self.model.first_pre_S.expand(num_sequences * size, -1)
         for layer, sink in zip(self.layers, self._block_sinks, strict=True):
 
             def attend(x_TD: Tensor, layer: LayerWeights = layer, sink: Tensor = sink) -> Tensor:
+                num_heads = layer.sink.shape[0]
                 low_TQ, kv_TC = functional.linear(x_TD, layer.in_proj).split_with_sizes(layer.in_sizes, dim=-1)
                 stage_window_rows(kv_TC, layer, spec, rotation, cache.stage_start, cache, self.model.cache_rounding)
                 low_TQ = rms_norm(low_TQ, layer.q_norm, spec.rms_norm_eps)
-                q_THC = rope_(functional.linear(low_TQ, layer.wq_b).view(-1, spec.num_heads, spec.head_dim), rotation)
+                q_THC = rope_(functional.linear(low_TQ, layer.wq_b).view(-1, num_heads, spec.head_dim), rotation)
                 # All rows of a block attend the same keys, so a block is one "token" with size * heads query heads.
-                q_AXC = q_THC.view(num_sequences, size * spec.num_heads, spec.head_dim)
+                q_AXC = q_THC.view(num_sequences, size * num_heads, spec.head_dim)
                 out_AXC = window_attention(q_AXC, cache.window_LNC[layer.layer], rows_AW, bias_AW, sink, spec.head_dim**-0.5)
-                return project_out(out_AXC.view(-1, spec.num_heads, spec.head_dim), layer, spec, rotation)
+                return project_out(out_AXC.view(-1, num_heads, spec.head_dim), layer, rotation, self.model.tensor)
 
-            streams, pre = block(streams, pre, layer, spec, attend, None)
+            streams, pre = block(streams, pre, layer, spec, attend, None, num_tokens=num_tokens)
         return mhc_collapse(pre, streams).view(num_sequences, size, -1)[:, : request.num_tokens]
+
+    @component("draft", whole=True)
+    def join(self, peers: StepPeers) -> None:
+        """Take part in a round of other ranks."""
+        for layer in self.layers:
+            if layer.moe.spread is not None:
+                layer.moe.spread.join(self._num_tokens(peers))
+
+    def _num_tokens(self, peers: StepPeers | None) -> list[int]:
+        return [] if peers is None else [self.dspark.block_size * count for count in peers.num_emitting]
 
     def _rows(self, request: DraftRequest, cache: V41Cache) -> tuple[Tensor, Tensor]:
         """Row table and bias of the block: sink column, W ring columns, the staged rows of the block itself."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 
 import torch
@@ -9,9 +10,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.core.cache_config import CacheConfig
-from engine.core.errors import ConfigError
+from engine.core.errors import ConfigError, InvariantError
+from engine.core.plan import StepPeers
+from engine.core.sharding import RankPlace
 from engine.core.specs import V41Spec
-from engine.kernels.engram import engram_classes, engram_gate, engram_gather, engram_hash
+from engine.kernels.engram import engram_classes, engram_gate, engram_hash
 from engine.kernels.mhc import mhc_collapse
 from engine.kernels.norm import rms_norm
 from engine.kernels.timing import component
@@ -23,7 +26,9 @@ from engine.model.v41.cache import V41Cache
 from engine.model.v41.draft import DraftHead
 from engine.model.v41.hashing import hash_constants
 from engine.model.v41.step import Pass, StepBuilder, StepIndex
-from engine.model.v41.weights import EngramWeights, LayerWeights, Loader, load_layer
+from engine.model.v41.weights import EngramWeights, LayerWeights, Loader, load_engram_tables, load_layer
+from engine.parallel.groups import ParallelGroups
+from engine.parallel.tensor import all_gather_vocabulary, embedding
 
 
 class V41Model:
@@ -31,6 +36,8 @@ class V41Model:
 
     ``cache_rounding`` rounds window rows, compressed rows, index queries and index keys to the formats of the packed cache (values stay
     in ``dtype``). ``token_map`` [vocab] is the token class of every id, needed where the spec has Engram (``build_token_map``).
+    ``groups`` where a replica has several ranks: this model is then one rank's part of it, and all ranks call ``forward`` and ``draft``
+    (``join`` and ``join_draft`` where they have no tokens) in the same order.
     """
 
     def __init__(
@@ -42,13 +49,19 @@ class V41Model:
         device: torch.device | str = "cpu",
         cache_rounding: bool = True,
         token_map: Tensor | None = None,
+        place: RankPlace | None = None,
+        groups: ParallelGroups | None = None,
     ) -> None:
-        """Raises ConfigError for a token map that is missing or does not fit the spec."""
+        """Raises ConfigError for a token map that is missing or does not fit the spec, and for a spec that cannot be cut so."""
+        self.place = place or (groups.place if groups else RankPlace())
+        self.place.validate_for(spec)
+        self.groups = groups
+        self.tensor = groups.tensor if groups else None
         self.spec = spec
         self.dtype = dtype
         self.device = torch.device(device)
         self.cache_rounding = cache_rounding
-        load = Loader(weights, dtype, self.device)
+        load = Loader(weights, spec, dtype, self.device, self.place, groups)
         self.embed_VD = load.weight("embed.weight")
         self.layers: list[LayerWeights] = [load_layer(load, spec, layer) for layer in range(spec.num_layers)]
         self.norm_D = load.weight("norm.weight")
@@ -63,6 +76,7 @@ class V41Model:
             self.token_map_V = self._checked_token_map(token_map)
             self.hash_constants = hash_constants(spec.engram, self.device)
             self.pad_class = int(self.token_map_V[spec.engram.pad_token_id])
+            self.engram_tables = load_engram_tables(load, spec.engram)
 
     def _checked_token_map(self, token_map: Tensor | None) -> Tensor:
         engram = self.spec.engram
@@ -82,6 +96,8 @@ class V41Model:
         stack: list[object] = [self.embed_VD, self.norm_D, self.head_VD, *self.layers]
         if self.draft_head is not None:
             stack += self.draft_head.parameters()
+        if self.spec.engram is not None:
+            stack += self.engram_tables.held()
         while stack:
             item = stack.pop()
             if isinstance(item, Tensor):
@@ -98,13 +114,14 @@ class V41Model:
     def forward(self, batch: ForwardBatch, cache: KVCache, capture: frozenset[str] = frozenset()) -> ForwardOutput:
         """Logits of ``batch.logit_rows_R``. Captures: "topk.layer{i}", "streams.after_layer" [T, L, S, D], "engram.row_ids" [T, E, C]."""
         assert isinstance(cache, V41Cache)
-        if batch.token_ids_T.shape[0] == 0:  # an idle rank
-            return ForwardOutput(torch.zeros((0, self.spec.vocab_size), device=self.device))
+        num_tokens, num_rows = self._peers_of(batch)
         step = self.builder.build(batch, cache)
         row_ids_TEC = self._engram_rows(batch)
+        if row_ids_TEC is not None:
+            self.engram_tables.begin(row_ids_TEC)
         streams_TSD = self.embed(batch.token_ids_T)
         pre_TS = self.first_pre_S.expand(step.num_tokens, -1)
-        run = Pass(self.spec, cache, step, self.builder, self.cache_rounding, capture)
+        run = Pass(self.spec, cache, step, self.builder, self.cache_rounding, capture, self.tensor)
         # Without a draft budget nobody will ask for drafts, so their main rows are not kept.
         drafts = self.draft_head if cache.config.max_draft_tokens else None
         features: list[Tensor] = []
@@ -115,8 +132,7 @@ class V41Model:
         narrow = rows_R.shape[0] < step.num_tokens and not wants_streams
         for layer in self.layers:
             if layer.engram is not None:
-                assert row_ids_TEC is not None
-                streams_TSD = self._engram(streams_TSD, row_ids_TEC, layer.layer, layer.engram, step)
+                streams_TSD = self._engram(streams_TSD, layer.layer, layer.engram, step)
             if drafts is not None and layer.layer in drafts.target_layers:
                 features.append(streams_TSD.float().mean(1).to(self.dtype))
 
@@ -125,7 +141,8 @@ class V41Model:
             def attend(x_TD: Tensor, layer: LayerWeights = layer, only_T: Tensor | None = only_T) -> Tensor:
                 return attention(x_TD, layer, run, only_T)
 
-            streams_TSD, pre_TS = block(streams_TSD, pre_TS, layer, self.spec, attend, step.token_kind_T, only_T)
+            count = num_rows if layer is self.layers[-1] else num_tokens
+            streams_TSD, pre_TS = block(streams_TSD, pre_TS, layer, self.spec, attend, step.token_kind_T, only_T, count)
             if wants_streams:
                 after_layer.append(streams_TSD)
         if drafts is not None:
@@ -143,13 +160,47 @@ class V41Model:
     @component("embed")
     def embed(self, token_ids_T: Tensor) -> Tensor:
         """All streams of a token begin as its embedding."""
-        embedded_TD = functional.embedding(token_ids_T, self.embed_VD).to(self.stream_dtype)
-        return embedded_TD.unsqueeze(1).expand(-1, self.spec.hc_mult, -1)
+        if self.tensor is None:
+            embedded_TD = functional.embedding(token_ids_T, self.embed_VD)
+        else:
+            embedded_TD = embedding(self.tensor, token_ids_T, self.embed_VD, self.spec.vocab_size)
+        return embedded_TD.to(self.stream_dtype).unsqueeze(1).expand(-1, self.spec.hc_mult, -1)
 
     @component("lm_head")
     def logits(self, streams_RSD: Tensor, pre_RS: Tensor, norm_D: Tensor) -> Tensor:
         hidden_RD = rms_norm(mhc_collapse(pre_RS, streams_RSD), norm_D, self.spec.rms_norm_eps)
-        return functional.linear(hidden_RD.float(), self.head_VD)
+        return self.head(hidden_RD.float())
+
+    def head(self, hidden_RD: Tensor) -> Tensor:
+        """Logits [R, V] of normed float32 hidden states, the same on all tensor ranks."""
+        logits_RV = functional.linear(hidden_RD, self.head_VD)
+        return logits_RV if self.tensor is None else all_gather_vocabulary(self.tensor, logits_RV, self.spec.vocab_size)
+
+    @torch.inference_mode()
+    def join(self, peers: StepPeers) -> None:
+        """Take part in the collectives of a forward of other data ranks."""
+        if self.spec.engram is not None and any(peers.num_tokens):
+            engram = self.spec.engram
+            self.engram_tables.join(torch.empty((0, len(engram.layer_ids), engram.num_columns), dtype=torch.int64, device=self.device))
+        for layer in self.layers:
+            if layer.moe.spread is not None:
+                layer.moe.spread.join(peers.num_logit_rows if layer is self.layers[-1] else peers.num_tokens)
+
+    @torch.inference_mode()
+    def join_draft(self, peers: StepPeers) -> None:
+        """The same for a draft round."""
+        if self.draft_head is not None:
+            self.draft_head.join(peers)
+
+    def _peers_of(self, batch: ForwardBatch) -> tuple[Sequence[int], Sequence[int]]:
+        """Tokens of every data rank in this step, and rows with logits, which are what is left of them in the last layer."""
+        if self.groups is None:
+            return (), ()
+        peers, me = batch.peers, self.place.data_rank
+        mine = (batch.token_ids_T.shape[0], batch.logit_rows_R.shape[0])
+        if peers is None or len(peers.num_tokens) != self.place.layout.dp or (peers.num_tokens[me], peers.num_logit_rows[me]) != mine:
+            raise InvariantError(f"rank {self.place.rank} was given {mine} tokens and rows with logits, its peers know {peers}")
+        return peers.num_tokens, peers.num_logit_rows
 
     def draft(self, request: DraftRequest, cache: KVCache) -> DraftOutput:
         """One DSpark round; see ``draft.DraftHead``. Raises ConfigError where the model or the cache has no draft."""
@@ -179,9 +230,9 @@ class V41Model:
         return engram_hash(classes_TG, constants.multipliers_EG, constants.primes_EC, constants.offsets_EC)
 
     @component("engram.gate")
-    def _engram(self, streams_TSD: Tensor, row_ids_TEC: Tensor, layer: int, weights: EngramWeights, step: StepIndex) -> Tensor:
+    def _engram(self, streams_TSD: Tensor, layer: int, weights: EngramWeights, step: StepIndex) -> Tensor:
         assert self.spec.engram is not None
-        rows_TX = engram_gather(row_ids_TEC[:, self.spec.engram.layer_ids.index(layer)], weights.table)
+        rows_TX = self.engram_tables.rows(self.spec.engram.layer_ids.index(layer))
         open_T = None if step.token_kind_T is None else (step.token_kind_T == 0).float()
         return engram_gate(streams_TSD, functional.linear(rows_TX, weights.wkv), weights.qk_weight, self.spec.rms_norm_eps, open_T)
 

@@ -15,6 +15,7 @@ from engine.kernels.indexer import TokenGroups, token_groups
 from engine.kernels.rope import rope_frequencies, rope_rotation
 from engine.model.batch import ForwardBatch
 from engine.model.v41.cache import V41Cache
+from engine.parallel.groups import Group
 
 
 @dataclass(slots=True)
@@ -97,6 +98,7 @@ class Pass:
     builder: StepBuilder
     rounding: bool
     capture: frozenset[str]
+    tensor: Group | None = None  # the ranks among which heads and widths are split
 
 
 class StepBuilder:

@@ -10,16 +10,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.core.specs import AttentionRole, V41Spec
+from engine.core.sharding import RankPlace, held_part
+from engine.core.specs import AttentionRole, EngramSpec, V41Spec
+from engine.core.tensors import expected_tensors
 from engine.kernels.mhc import mhc_fold
 from engine.model.base import WeightSource
+from engine.parallel.engram import EngramTables, HostTables, LocalTables, ShardedTables
+from engine.parallel.experts import RoutedExperts
+from engine.parallel.groups import ParallelGroups
 
 
 @dataclass(frozen=True, slots=True)
 class EngramWeights:
-    """One Engram layer: the table [rows, dim], wkv [(S + 1) * D, columns * dim], and the product of query and key gains [S, D]."""
+    """One Engram layer but for its table: wkv [(S + 1) * D, columns * dim], and the product of query and key gains [S, D]."""
 
-    table: Tensor
     wkv: Tensor
     qk_weight: Tensor
 
@@ -29,6 +33,9 @@ class MoeWeights:
     """w13 [E + n, 2I, D] and w2 [E + n, I, D]: routed experts, then the shared one cut into n slices of width I.
 
     ``always`` [1, E + n] float32 is 0 for routed and 1 for shared slices. shared_w13 / shared_w2 are the shared slices as one MLP.
+
+    Where a replica has several ranks, ``spread`` holds the routed experts of this one; the stacks are then its slots alone, without the
+    shared experts, of which this rank has 1 / tp of the width.
     """
 
     gate: Tensor
@@ -42,6 +49,7 @@ class MoeWeights:
     experts_per_token: int
     shared_w13: Tensor | None
     shared_w2: Tensor | None
+    spread: RoutedExperts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,20 +83,37 @@ class LayerWeights:
 
 
 class Loader:
-    """Fetches named tensors, moves them to the device and casts them once."""
+    """Fetches named tensors, the part of them that this rank holds, moves them to the device and casts them once."""
 
-    def __init__(self, source: WeightSource, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        source: WeightSource,
+        spec: V41Spec,
+        dtype: torch.dtype,
+        device: torch.device,
+        place: RankPlace,
+        groups: ParallelGroups | None,
+    ) -> None:
         self.source = source
+        self.spec = spec
         self.dtype = dtype
         self.device = device
+        self.groups = groups
+        self.place = place
+        self._expected = expected_tensors(spec)
 
     def weight(self, name: str) -> Tensor:
         # A copy, also where nothing changes: a view would keep the whole mapped file resident.
-        return self.source.get(name).to(device=self.device, dtype=self.dtype, copy=True).contiguous()
+        return self.stored(name).to(device=self.device, dtype=self.dtype, copy=True).contiguous()
 
     def wide(self, name: str) -> Tensor:
         """In float32, whatever the model's dtype."""
-        return self.source.get(name).to(device=self.device, dtype=torch.float32, copy=True).contiguous()
+        return self.stored(name).to(device=self.device, dtype=torch.float32, copy=True).contiguous()
+
+    def stored(self, name: str) -> Tensor:
+        """As the source gives it: perhaps a view of a mapped file."""
+        part = held_part(self.spec, self.place, name, self._expected[name])
+        return self.source.get(name) if part is None else self.source.part(name, part.dim, part.start, part.stop)
 
     def stacked(self, *names: str) -> Tensor:
         return torch.cat([self.weight(name) for name in names])
@@ -161,7 +186,8 @@ def _layer(
     engram: EngramWeights | None = None,
 ) -> LayerWeights:
     parts = [load.weight(name) for name in in_names]
-    wo_a = load.weight(f"{prefix}.attn.wo_a.weight").view(spec.o_groups, spec.o_lora_rank, -1)
+    wo_a = load.weight(f"{prefix}.attn.wo_a.weight")
+    wo_a = wo_a.view(-1, spec.o_lora_rank, wo_a.shape[1])
     folded = {
         site: mhc_fold(load.wide(f"{prefix}.hc_{site}_fn"), load.wide(f"{prefix}.hc_{site}_scale"), spec.hc_mult)
         for site in ("attn", "ffn")
@@ -195,6 +221,8 @@ def _layer(
 
 
 def _moe(load: Loader, spec: V41Spec, prefix: str, num_experts: int, experts_per_token: int, *, image_bias: bool) -> MoeWeights:
+    if load.groups is not None:
+        return _spread_moe(load, load.groups, spec, prefix, num_experts, experts_per_token, image_bias=image_bias)
     hidden, inner, num_shared = spec.hidden_size, spec.moe_intermediate_size, spec.num_shared_experts
     w13 = torch.empty((num_experts + num_shared, 2 * inner, hidden), dtype=load.dtype, device=load.device)
     w2 = torch.empty((num_experts + num_shared, inner, hidden), dtype=load.dtype, device=load.device)
@@ -216,12 +244,9 @@ def _moe(load: Loader, spec: V41Spec, prefix: str, num_experts: int, experts_per
             shared_w13, shared_w2 = torch.cat((w1, w3)), w2[num_experts:].reshape(-1, hidden)
     always = torch.zeros((1, num_experts + num_shared), device=load.device)
     always[:, num_experts:] = 1.0
-    bias = load.wide(f"{prefix}.ffn.gate.bias")
-    if image_bias:
-        bias = torch.stack((bias, load.wide(f"{prefix}.ffn.gate.bias_vl")))
     return MoeWeights(
         gate=load.wide(f"{prefix}.ffn.gate.weight"),
-        bias=bias,
+        bias=_router_bias(load, prefix, image_bias),
         w13=w13,
         w2=w2,
         always=always,
@@ -234,9 +259,59 @@ def _moe(load: Loader, spec: V41Spec, prefix: str, num_experts: int, experts_per
     )
 
 
+def _spread_moe(
+    load: Loader, groups: ParallelGroups, spec: V41Spec, prefix: str, num_experts: int, experts_per_token: int, *, image_bias: bool
+) -> MoeWeights:
+    """The slots of one rank among several, and its width of the shared experts."""
+    placement = groups.place.expert_map(num_experts, draft=prefix.startswith("mtp."))
+    experts = placement.of_rank(groups.place.expert_rank)
+    inner = spec.moe_intermediate_size // groups.place.layout.expert_tp
+    w13 = torch.empty((len(experts), 2 * inner, spec.hidden_size), dtype=load.dtype, device=load.device)
+    w2 = torch.empty((len(experts), inner, spec.hidden_size), dtype=load.dtype, device=load.device)
+    for slot, expert in enumerate(experts):
+        name = f"{prefix}.ffn.experts.{expert}"
+        w13[slot, :inner] = load.weight(f"{name}.w1.weight")
+        w13[slot, inner:] = load.weight(f"{name}.w3.weight")
+        w2[slot] = load.weight(f"{name}.w2.weight").T
+    shared_w13 = shared_w2 = None
+    if spec.num_shared_experts:
+        name = f"{prefix}.ffn.shared_experts"
+        shared_w13 = load.stacked(f"{name}.w1.weight", f"{name}.w3.weight")
+        shared_w2 = load.weight(f"{name}.w2.weight").T.contiguous()
+    nothing = torch.empty(0, device=load.device)
+    return MoeWeights(
+        gate=load.wide(f"{prefix}.ffn.gate.weight"),
+        bias=_router_bias(load, prefix, image_bias),
+        w13=w13,
+        w2=w2,
+        always=nothing,
+        shared_ids=nothing,
+        shared_ones=nothing,
+        num_routed=num_experts,
+        experts_per_token=experts_per_token,
+        shared_w13=shared_w13,
+        shared_w2=shared_w2,
+        spread=RoutedExperts(groups, placement, experts_per_token, w13, w2, spec.swiglu_limit),
+    )
+
+
+def _router_bias(load: Loader, prefix: str, image_bias: bool) -> Tensor:
+    bias = load.wide(f"{prefix}.ffn.gate.bias")
+    return torch.stack((bias, load.wide(f"{prefix}.ffn.gate.bias_vl"))) if image_bias else bias
+
+
 def _engram(load: Loader, prefix: str) -> EngramWeights:
     return EngramWeights(
-        table=load.weight(f"{prefix}.engram.embed.weight"),
         wkv=load.weight(f"{prefix}.engram.wkv.weight"),
         qk_weight=load.wide(f"{prefix}.engram.q_weight") * load.wide(f"{prefix}.engram.k_weight"),
     )
+
+
+def load_engram_tables(load: Loader, spec: EngramSpec) -> EngramTables:
+    """The tables where ``load.place`` wants them."""
+    names = [f"layers.{layer}.engram.embed.weight" for layer in spec.layer_ids]
+    if load.place.engram == "host":
+        return HostTables([load.stored(name) for name in names], load.dtype, load.device)
+    if load.groups is not None and load.place.shards_engram:
+        return ShardedTables(load.groups, [load.weight(name) for name in names], spec.num_rows)
+    return LocalTables([load.weight(name) for name in names])

@@ -1,0 +1,191 @@
+"""Where the Engram tables lie, and how a step's rows get from there: ``begin`` once a step, ``rows`` at each Engram layer.
+
+LocalTables    whole tables on this rank's device.
+ShardedTables  rows spread over all ranks, fetched by an all-to-all (a collective: ranks without tokens join); the rows travel while the
+               layers before the first Engram layer are computed.
+HostTables     tables in host memory (mapped from the checkpoint where it is a file), gathered by a side thread.
+
+Row ids depend on token ids only, so all of it can begin before the first layer. Legend: T tokens, E Engram layers, C columns, I row
+width, n ranks, Q rows asked for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.kernels.engram import engram_gather
+from engine.kernels.timing import component
+from engine.parallel.groups import ParallelGroups, Pending
+
+_HOST_TIMEOUT_S = 60.0  # a page that a local disk does not deliver by then never comes
+
+
+@dataclass(slots=True)
+class EngramStats:
+    """Since the last ``take``: how often rows were already there when a layer asked for them, and how long it waited otherwise."""
+
+    hits: int = 0
+    misses: int = 0
+    wait_s: float = 0.0
+
+    def count(self, ready: bool, wait_s: float) -> None:
+        self.hits += ready
+        self.misses += not ready
+        self.wait_s += wait_s
+
+    def take(self) -> EngramStats:
+        taken = EngramStats(self.hits, self.misses, self.wait_s)
+        self.hits, self.misses, self.wait_s = 0, 0, 0.0
+        return taken
+
+
+class EngramTables(Protocol):
+    """``begin`` with the row ids of a step, then ``rows`` of each Engram layer, by its place among them."""
+
+    stats: EngramStats
+
+    def begin(self, row_ids_TEC: Tensor) -> None: ...
+
+    def rows(self, index: int) -> Tensor:
+        """[T, C * I] in the model's dtype, on its device."""
+        ...
+
+    def join(self, no_row_ids_TEC: Tensor) -> None:
+        """Take part in the fetch of other ranks; the ids are those of no tokens."""
+        ...
+
+    def held(self) -> list[Tensor]:
+        """What lies on the device."""
+        ...
+
+
+class LocalTables:
+    """Whole tables [N, I] on the device."""
+
+    def __init__(self, tables: Sequence[Tensor]) -> None:
+        self.stats = EngramStats()
+        self._tables = list(tables)
+        self._row_ids_TEC: Tensor | None = None
+
+    def begin(self, row_ids_TEC: Tensor) -> None:
+        self._row_ids_TEC = row_ids_TEC
+
+    def rows(self, index: int) -> Tensor:
+        assert self._row_ids_TEC is not None
+        return engram_gather(self._row_ids_TEC[:, index], self._tables[index])
+
+    def join(self, no_row_ids_TEC: Tensor) -> None:
+        """Nothing: there is no exchange."""
+
+    def held(self) -> list[Tensor]:
+        return self._tables
+
+
+class ShardedTables:
+    """This rank's rows of all tables, one table after the other; row r of table e is with rank q where q * N_e // n <= r."""
+
+    def __init__(self, groups: ParallelGroups, shards: Sequence[Tensor], num_rows: Sequence[int]) -> None:
+        self.stats = EngramStats()
+        self._groups = groups
+        self._shard_NI = torch.cat(list(shards))
+        size = groups.world.size
+        bounds = torch.tensor([[rank * rows // size for rank in range(size + 1)] for rows in num_rows])
+        held_En = bounds.diff(dim=1)
+        # Where table e begins among the rows of rank q, less the first row of the shard: id + shift is the row there.
+        self._shift_En = (held_En.cumsum(0) - held_En - bounds[:, :-1]).to(self._shard_NI.device)
+        self._ends_En = bounds[:, 1:].contiguous().to(self._shard_NI.device)
+        self._pending: Pending | None = None
+        self._shape = (0, 0, 0)
+        self._place_Q: Tensor | None = None
+        self._rows_TEX: Tensor | None = None
+
+    @component("engram.fetch")
+    def begin(self, row_ids_TEC: Tensor) -> None:
+        """Ask the owners; a tensor rank asks for its share of the tokens."""
+        mine_SEC = row_ids_TEC.tensor_split(self._groups.place.layout.tp)[self._groups.place.tensor_rank]
+        self._shape = (row_ids_TEC.shape[0], *mine_SEC.shape[1:])
+        ids_EQ = mine_SEC.transpose(0, 1).flatten(1).contiguous()
+        owner_EQ = torch.searchsorted(self._ends_En, ids_EQ, right=True)
+        ids_Q = (ids_EQ + self._shift_En.gather(1, owner_EQ)).flatten()
+        order_Q = owner_EQ.flatten().argsort(stable=True)
+        world = self._groups.world
+        ones = [1] * world.size
+        sent_n = torch.bincount(owner_EQ.flatten(), minlength=world.size)
+        sent, received = torch.stack((sent_n, world.all_to_all("engram.fetch", sent_n, ones, ones))).tolist()
+        asked_Q = world.all_to_all("engram.fetch", ids_Q.index_select(0, order_Q).to(torch.int32), sent, received)
+        self._place_Q = order_Q.argsort()
+        self._rows_TEX = None
+        self._pending = world.start_all_to_all("engram.fetch", self._shard_NI.index_select(0, asked_Q), received, sent)
+
+    @component("engram.fetch")
+    def rows(self, index: int) -> Tensor:
+        if self._rows_TEX is None:
+            self._rows_TEX = self._arrived()
+        return self._rows_TEX[:, index]
+
+    def _arrived(self) -> Tensor:
+        assert self._pending is not None
+        assert self._place_Q is not None
+        ready, begin_s = self._pending.is_done(), time.perf_counter()
+        fetched = self._pending.wait()
+        self.stats.count(ready, time.perf_counter() - begin_s)
+        self._pending = None
+        num_tokens, num_layers, columns = self._shape
+        rows_QI = fetched.index_select(0, self._place_Q)
+        share_SEX = rows_QI.view(num_layers, -1, columns * rows_QI.shape[1]).transpose(0, 1)
+        tensor = self._groups.tensor
+        if tensor is None or num_tokens == 0:
+            return share_SEX
+        # tensor_split gives the first ranks one token more.
+        counts = [num_tokens // tensor.size + (index < num_tokens % tensor.size) for index in range(tensor.size)]
+        return tensor.all_gather_rows("engram.fetch", share_SEX.contiguous(), counts)
+
+    def join(self, no_row_ids_TEC: Tensor) -> None:
+        self.begin(no_row_ids_TEC)
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+
+    def held(self) -> list[Tensor]:
+        return [self._shard_NI]
+
+
+class HostTables:
+    """Tables in host memory, in the dtype they are stored in."""
+
+    def __init__(self, tables: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> None:
+        self.stats = EngramStats()
+        self._tables = list(tables)
+        self._dtype, self._device = dtype, device
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engram")
+        self._futures: list[Future[Tensor]] = []
+
+    @component("engram.fetch")
+    def begin(self, row_ids_TEC: Tensor) -> None:
+        ids_ETC = row_ids_TEC.transpose(0, 1).contiguous().cpu()
+        self._futures = [self._thread.submit(self._gather, table, ids) for table, ids in zip(self._tables, ids_ETC, strict=True)]
+
+    @component("engram.fetch")
+    def rows(self, index: int) -> Tensor:
+        future = self._futures[index]
+        ready, begin_s = future.done(), time.perf_counter()
+        rows_TX = future.result(_HOST_TIMEOUT_S)
+        self.stats.count(ready, time.perf_counter() - begin_s)
+        return rows_TX.to(self._device, non_blocking=True)
+
+    def join(self, no_row_ids_TEC: Tensor) -> None:
+        """Nothing: there is no exchange."""
+
+    def _gather(self, table_NI: Tensor, ids_TC: Tensor) -> Tensor:
+        rows_TX = table_NI.index_select(0, ids_TC.flatten()).to(self._dtype).view(ids_TC.shape[0], -1)
+        return rows_TX.pin_memory() if self._device.type == "cuda" else rows_TX
+
+    def held(self) -> list[Tensor]:
+        return []

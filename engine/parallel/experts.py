@@ -1,0 +1,189 @@
+"""Routed experts spread over ranks: the tokens of every rank reach the experts they chose, and the weighted sums come back.
+
+With one data rank (tp, with or without ep) all ranks hold the same tokens: each adds up its experts' part, and the caller's sum over the
+tensor group completes it. With more, a rank's tokens are its own, and a tensor rank takes its share of them: *dispatch* sends each to the
+ranks of its experts, *combine* returns one row from each of them, and the rows are added in the order of ranks, whatever else is in
+the batch. Which tokens go where: ``engine.core.traffic``.
+
+Legend: T tokens here, M rows received, K experts a token, D hidden, n world ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from engine.core.expert_map import ExpertMap, moves
+from engine.core.traffic import sends_everything, share_start, token_shares
+from engine.kernels.experts import expert_gemm_partial
+from engine.kernels.timing import component
+from engine.parallel.groups import ParallelGroups
+
+Routing = Literal["model", "balanced", "imbalanced"]
+
+
+class RoutedExperts:
+    """One layer's experts on one rank: w13 [slots, 2I, D] and w2 [slots, I, D], I the width a rank has of each.
+
+    ``w13`` and ``w2`` are changed in place by ``rebalance``.
+    """
+
+    def __init__(self, groups: ParallelGroups, placement: ExpertMap, experts_per_token: int, w13: Tensor, w2: Tensor, limit: float | None):
+        self.groups = groups
+        self.placement = placement
+        self.w13, self.w2, self.limit = w13, w2, limit
+        self._layout = groups.place.layout
+        self._top_k = experts_per_token
+        self._everything = sends_everything(self._layout, experts_per_token)
+        self._first_slot = groups.place.expert_rank * placement.slots_per_rank
+        self._slots_ER, self._counts_E = _slot_table(placement, w13.device)
+
+    @property
+    def redundant(self) -> bool:
+        return len(self.placement.logical) > self.placement.num_experts
+
+    def __call__(self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, num_tokens: Sequence[int]) -> Tensor:
+        """The routed sum [T, D], to be added up over the tensor group. ``num_tokens`` says how many every data rank calls this with."""
+        slots_TK = self._physical(ids_TK)
+        if self._layout.dp == 1:
+            return expert_gemm_partial(x_TD, weights_TK, self._local(slots_TK), self.w13, self.w2, self.limit)
+        shares = token_shares(self._layout, num_tokens)
+        if not any(shares):
+            return x_TD
+        start = share_start(self._layout, self.groups.place.tensor_rank, x_TD.shape[0])
+        stop = start + shares[self.groups.place.rank]
+        own = slice(start, stop)
+        mine_SD = (self._exchange_all if self._everything else self._exchange)(x_TD[own], weights_TK[own], slots_TK[own], shares)
+        if self._layout.tp == 1:
+            return mine_SD
+        return torch.nn.functional.pad(mine_SD, (0, 0, start, x_TD.shape[0] - stop))
+
+    def join(self, num_tokens: Sequence[int]) -> None:
+        """Take part in a call of other data ranks."""
+        empty_0D = self.w2.new_empty((0, self.w2.shape[2]))
+        empty_0K = torch.empty((0, self._top_k), device=self.w2.device)
+        self(empty_0D, empty_0K, empty_0K.long(), num_tokens)
+
+    # -- the two ways of exchanging -----------------------------------------------------------------------------------------
+
+    def _exchange_all(self, x_SD: Tensor, weights_SK: Tensor, slots_SK: Tensor, shares: Sequence[int]) -> Tensor:
+        """Every row to every rank: nothing but the shares has to be known."""
+        sent = [x_SD.shape[0]] * len(shares)
+        packed = _packed(x_SD, weights_SK, slots_SK)
+        out_MD = self._compute(_dispatch(self.groups, packed.repeat(len(shares), 1), sent, shares), x_SD.dtype, slots_SK.shape[1])
+        return _combine(self.groups, out_MD, shares, sent).view(len(shares), *x_SD.shape).sum(0)
+
+    def _exchange(self, x_SD: Tensor, weights_SK: Tensor, slots_SK: Tensor, shares: Sequence[int]) -> Tensor:
+        """Each row to the ranks of its experts; how many rows come from where is exchanged first."""
+        size, width = len(shares), self._layout.expert_tp
+        goes_Sn = torch.zeros((x_SD.shape[0], size // width), dtype=torch.bool, device=x_SD.device)
+        goes_Sn.scatter_(1, slots_SK // self.placement.slots_per_rank, True)
+        goes_Sn = goes_Sn.repeat_interleave(width, dim=1)
+        sent, received = _exchange_counts(self.groups, goes_Sn.sum(0))
+        row_X = goes_Sn.t().nonzero()[:, 1]  # by rank, then by token
+        packed = _packed(x_SD, weights_SK, slots_SK).index_select(0, row_X)
+        out_MD = self._compute(_dispatch(self.groups, packed, sent, received), x_SD.dtype, slots_SK.shape[1])
+        back_XD = _combine(self.groups, out_MD, received, sent)
+        # Where each token's rows are, by rank; the row of zeros behind them stands for the ranks it did not visit.
+        place_Sn = goes_Sn.t().flatten().cumsum(0).view(size, x_SD.shape[0]).t() - 1
+        most = min(slots_SK.shape[1] * width, size)
+        place_SY = place_Sn.masked_fill(~goes_Sn, back_XD.shape[0]).sort(dim=1).values[:, :most]
+        return torch.nn.functional.pad(back_XD, (0, 0, 0, 1))[place_SY].sum(1)
+
+    def _compute(self, packed_MX: Tensor, dtype: torch.dtype, top_k: int) -> Tensor:
+        x_MD, weights_MK, slots_MK = _unpacked(packed_MX, dtype, top_k)
+        return expert_gemm_partial(x_MD, weights_MK, self._local(slots_MK), self.w13, self.w2, self.limit)
+
+    # -- slots --------------------------------------------------------------------------------------------------------------
+
+    def _physical(self, ids_TK: Tensor) -> Tensor:
+        """The slot each choice goes to; the slots of a redundant expert take turns over the tokens."""
+        if self._counts_E is None:
+            return ids_TK
+        turn_T1 = torch.arange(ids_TK.shape[0], device=ids_TK.device).unsqueeze(1) + self.groups.place.rank
+        return self._slots_ER[ids_TK, turn_T1 % self._counts_E[ids_TK]]
+
+    def _local(self, slots_MK: Tensor) -> Tensor:
+        """Slot on this rank, the number of slots for those of others."""
+        count = self.placement.slots_per_rank
+        local_MK = slots_MK.long() - self._first_slot
+        return local_MK.masked_fill_((local_MK < 0) | (local_MK >= count), count)
+
+    def rebalance(self, placement: ExpertMap) -> int:
+        """Take up another placement between two steps, a collective of all ranks; returns how many experts this rank received."""
+        steps = moves(self.placement, placement)
+        width, size = self._layout.expert_tp, placement.slots_per_rank
+        me = self.groups.place
+        outgoing: list[list[int]] = [[] for _ in range(me.num_ranks)]
+        incoming: list[list[int]] = [[] for _ in range(me.num_ranks)]
+        for move in steps:
+            source, target = move.source_slot // size, move.slot // size
+            if source == me.expert_rank:  # to the rank that holds the same columns of its experts
+                outgoing[target * width + me.expert_tensor_rank].append(move.source_slot % size)
+            if target == me.expert_rank:
+                incoming[source * width + me.expert_tensor_rank].append(move.slot % size)
+        sent, received = [len(slots) for slots in outgoing], [len(slots) for slots in incoming]
+        from_slots = torch.tensor([slot for slots in outgoing for slot in slots], dtype=torch.int64, device=self.w13.device)
+        to_slots = torch.tensor([slot for slots in incoming for slot in slots], dtype=torch.int64, device=self.w13.device)
+        for stack in (self.w13, self.w2):
+            arrived = self.groups.world.all_to_all("other", stack.index_select(0, from_slots), sent, received)
+            stack.index_copy_(0, to_slots, arrived)
+        self.placement = placement
+        self._slots_ER, self._counts_E = _slot_table(placement, self.w13.device)
+        return len(to_slots)
+
+
+def forced_ids(routing: Routing, like_TK: Tensor, num_experts: int, num_ranks: int, offset: int) -> Tensor:
+    """Expert ids for measurements: ``balanced`` deals them out over ranks and experts in turn, ``imbalanced`` names the first K always.
+
+    ``offset`` is the number of tokens that other ranks hold before these, so that all of them together are balanced.
+    """
+    num_tokens, top_k = like_TK.shape
+    if routing == "imbalanced":
+        return torch.arange(top_k, device=like_TK.device).expand(num_tokens, top_k)
+    per_rank = num_experts // num_ranks
+    turn_TK = torch.arange(offset * top_k, (offset + num_tokens) * top_k, device=like_TK.device).view(num_tokens, top_k)
+    return turn_TK % num_ranks * per_rank + turn_TK // num_ranks % per_rank
+
+
+@component("dispatch")
+def _dispatch(groups: ParallelGroups, packed: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    return groups.world.all_to_all("dispatch", packed, sent, received)
+
+
+@component("combine")
+def _combine(groups: ParallelGroups, out_MD: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    return groups.world.all_to_all("combine", out_MD, sent, received)
+
+
+@component("dispatch")
+def _exchange_counts(groups: ParallelGroups, sent_n: Tensor) -> tuple[list[int], list[int]]:
+    rows = [1] * groups.world.size
+    received_n = groups.world.all_to_all("dispatch", sent_n, rows, rows)
+    sent, received = torch.stack((sent_n, received_n)).tolist()
+    return sent, received
+
+
+def _packed(x_SD: Tensor, weights_SK: Tensor, slots_SK: Tensor) -> Tensor:
+    """One row of bytes a token: one message instead of three."""
+    parts = (x_SD.contiguous(), weights_SK.float().contiguous(), slots_SK.to(torch.int32).contiguous())
+    return torch.cat([part.view(torch.uint8) for part in parts], dim=1)
+
+
+def _unpacked(packed_MX: Tensor, dtype: torch.dtype, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    x_bytes = packed_MX.shape[1] - 8 * top_k
+    x, weights, slots = packed_MX.split_with_sizes((x_bytes, 4 * top_k, 4 * top_k), dim=1)
+    return x.view(dtype), weights.view(torch.float32), slots.view(torch.int32)
+
+
+def _slot_table(placement: ExpertMap, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Slots [E, R] of each expert, repeated to the right, and their number [E]; no numbers where every expert has its own slot alone."""
+    slots = placement.slots()
+    if placement.logical == tuple(range(placement.num_experts)):
+        return torch.zeros((0, 0), dtype=torch.int64), None
+    most = max(len(of_expert) for of_expert in slots)
+    table = [[of_expert[turn % len(of_expert)] for turn in range(most)] for of_expert in slots]
+    return torch.tensor(table, device=device), torch.tensor([len(of_expert) for of_expert in slots], device=device)
