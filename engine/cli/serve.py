@@ -144,37 +144,38 @@ async def _serve(setup: Setup) -> int:
     from engine.api.metrics import ServerMetrics
     from engine.api.server import serve_http
     from engine.api.stats_line import log_stats
-    from engine.cli.warm_up import warm_up
 
     options, config, launch = setup.options, setup.config, setup.launch
     begin_s = trio.current_time()
     metrics = ServerMetrics()
-    engine: Gateway | None = None
-    try:
-        with Progress(enabled=not options["no_progress"]) as progress:
-            loading = LoadProgress(progress, len(launch.config.workers))
-            async with open_engine(
-                launch.config, setup.model.tokenizer, handle_signals=True, observers=(metrics,), loading=loading
-            ) as engine:
-                load_s = trio.current_time() - begin_s
-                if not options["no_warm_up"]:
-                    await warm_up(engine, launch.config.scheduler, lambda done, total: progress.update("warming up", done, total))
-                ready_s = trio.current_time() - begin_s
-                info = server_info(setup, engine, load_s, ready_s)
-                context = ApiContext(engine, info, config, setup.chat_format, setup.defaults, metrics)
-                app = App(context, log_requests=options["log_requests"])
-                metrics.start(engine, info, config.metrics_compat)
-                async with serve_http(app, setup.bound, setup.tls), trio.open_nursery() as nursery:
-                    _announce(setup, info)
-                    if options["stats_interval"]:
-                        nursery.start_soon(log_stats, metrics, options["stats_interval"])
-                    await engine.wait_drained()
-                    nursery.cancel_scope.cancel()
-    except CapacityError:
-        if engine is None or engine.stop_signal is None:
-            raise
-        raise StoppedError(128 + engine.stop_signal) from None  # the warm-up was what the signal ended
+    with Progress(enabled=not options["no_progress"]) as progress:
+        loading = LoadProgress(progress, len(launch.config.workers))
+        async with open_engine(launch.config, setup.model.tokenizer, handle_signals=True, observers=(metrics,), loading=loading) as engine:
+            load_s = trio.current_time() - begin_s
+            if not options["no_warm_up"]:
+                await _warm_up(engine, launch, progress)
+            info = server_info(setup, engine, load_s, trio.current_time() - begin_s)
+            context = ApiContext(engine, info, config, setup.chat_format, setup.defaults, metrics)
+            app = App(context, log_requests=options["log_requests"])
+            metrics.start(engine, info, config.metrics_compat)
+            async with serve_http(app, setup.bound, setup.tls), trio.open_nursery() as nursery:
+                _announce(setup, info)
+                if options["stats_interval"]:
+                    nursery.start_soon(log_stats, metrics, options["stats_interval"])
+                await engine.wait_drained()
+                nursery.cancel_scope.cancel()
     return engine.exit_code
+
+
+async def _warm_up(engine: Gateway, launch: Launch, progress: Progress) -> None:
+    from engine.cli.warm_up import warm_up
+
+    try:
+        await warm_up(engine, launch.config.scheduler, lambda done, total: progress.update("warming up", done, total))
+    except (CapacityError, BaseExceptionGroup):
+        if engine.stop_signal is None:
+            raise
+        raise StoppedError(128 + engine.stop_signal) from None  # that is why its requests ended
 
 
 def server_info(setup: Setup, engine: Gateway, load_s: float, ready_s: float) -> ServerInfo:

@@ -11,9 +11,9 @@ from engine.actors.gateway import Gateway, Generation
 from engine.core.sampling import SamplingParams
 from engine.core.scheduler_config import SchedulerConfig
 
-# Prompts of one decode block, of some, and as long as a step's chunk, as far as the context and the KV have room.
-PROMPT_TOKENS = (8, 128, 1024)
-BATCH_SIZES = (1, 2, 8)
+# A prompt that is little more than a decode step, and one of several blocks, as far as the context has room.
+PROMPT_TOKENS = (8, 256)
+BATCH_SIZES = (1, 8)
 NEW_TOKENS = 4
 
 
