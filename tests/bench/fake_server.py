@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 import trio
@@ -55,11 +57,13 @@ def plain(status: int, value: object, *headers: str) -> list[bytes]:
 
 
 class FakeServer:
-    """``requests`` holds (path, body) in the order they came; ``gone`` counts connections that the client broke off during an answer."""
+    """``requests`` holds (path, body) of the generations in the order they came, ``headers`` those of the last one; ``peak`` is the most
+    answers under way at once, ``gone`` counts those that the client broke off."""
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
         self.requests: list[tuple[str, dict[str, Any]]] = []
+        self.headers: dict[str, str] = {}
         self.num_connections = 0
         self.gone = 0
         self.running = 0
@@ -78,10 +82,13 @@ class FakeServer:
                     buffer += data
                 head, _, buffer = buffer.partition(b"\r\n\r\n")
                 lines = head.decode().split("\r\n")
-                headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines[1:])}
+                self.headers = headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines[1:])}
                 size = int(headers.get("content-length", "0"))
                 while len(buffer) < size:
-                    buffer += await connection.receive_some(65536)
+                    data = await connection.receive_some(65536)
+                    if not data:
+                        return
+                    buffer += data
                 body, buffer = buffer[:size], buffer[size:]
                 path = lines[0].split()[1]
                 parsed = json.loads(body) if body else {}
@@ -128,3 +135,24 @@ async def fake_server(handler: Handler) -> AsyncIterator[FakeServer]:
         nursery.start_soon(trio.serve_listeners, server._serve, listeners)
         yield server
         nursery.cancel_scope.cancel()
+
+
+@contextlib.contextmanager
+def threaded_server(handler: Handler) -> Iterator[FakeServer]:
+    """The same on a thread of its own, for commands that run trio themselves."""
+    opened: queue.SimpleQueue[tuple[FakeServer, trio.lowlevel.TrioToken, trio.CancelScope]] = queue.SimpleQueue()
+
+    async def main() -> None:
+        with trio.CancelScope() as scope:
+            async with fake_server(handler) as server:
+                opened.put((server, trio.lowlevel.current_trio_token(), scope))
+                await trio.sleep_forever()
+
+    thread = threading.Thread(target=trio.run, args=(main,), daemon=True)
+    thread.start()
+    server, token, scope = opened.get(timeout=10)
+    try:
+        yield server
+    finally:
+        token.run_sync_soon(scope.cancel)
+        thread.join()
