@@ -139,7 +139,7 @@ def test_latencies_are_of_the_same_requests_as_in_the_summary() -> None:
     assert len(figures.values_ms(rows, "itl_s")) == 6
 
 
-@pytest.mark.parametrize("count", [1, 2, 999, 100_000])
+@pytest.mark.parametrize("count", [1, 2, 999, 20_000])
 def test_long_runs_are_thinned_with_both_ends(count: int) -> None:
     rows = [row(index, sent_s=float(index), ttft_s=float(index), itl_s=[]) for index in range(count)]
     curve = figures.cdf(rows, "ttft_s", "TTFT", None).data[0]
