@@ -67,16 +67,24 @@ class GrammarMasks:
         everything. What went wrong is in ``error`` of the states, which are otherwise as before.
         """
         bits_rW = np.full((len(states) + sum(map(len, drafts)), self._num_words), -1, dtype=np.int32)
-        work: list[tuple[LLMatcher, int, list[int]]] = []
+        plain: list[tuple[LLMatcher, int]] = []
+        drafted: list[tuple[LLMatcher, int, list[int]]] = []
         row = 0
         for state, tokens in zip(states, drafts, strict=True):
             if state.matcher is not None and state.error is None and not state.ended:
-                work.append((state.matcher, row, list(tokens)))
+                if tokens:
+                    drafted.append((state.matcher, row, list(tokens)))
+                else:
+                    plain.append((state.matcher, row))
             row += 1 + len(tokens)
-        if work:
+        if plain or drafted:
             if self._executor is None:
                 self._executor = LLExecutor()
-            self._executor.unsafe_compute_mask_ptr_with_draft_token(work, bits_rW.ctypes.data, self._num_words * 4, row)
+            address, row_bytes = bits_rW.ctypes.data, self._num_words * 4
+            if plain:
+                self._executor.unsafe_compute_mask_ptr(plain, address, row_bytes, row)
+            if drafted:  # the library takes no empty drafts
+                self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, address, row_bytes, row)
             for state in states:
                 state.note_failure()
         return torch.from_numpy(bits_rW).to(self._device)
