@@ -25,9 +25,9 @@ from engine.cli.chat_backend import Backend, EngineBackend
 from engine.cli.chat_session import ChatSession, Ended, Said
 from engine.core.errors import RequestError
 from engine.core.sampling import SamplingParams
+from engine.tokenizer import Tokenizer
 from tests.actors.harness import MODULE, engine_config
 from tests.actors.scripted_worker import Script
-from tests.api.harness import script_of, tokenizer
 from tests.bench.fake_server import (
     CUT,
     STREAM_HEAD,
@@ -42,6 +42,7 @@ from tests.bench.fake_server import (
     threaded_server,
     usage,
 )
+from tests.test_tokenizer import byte_level_json
 
 ROOT = Path(__file__).parents[1]
 
@@ -270,6 +271,15 @@ class Shouting(PlainParser):
             return Delta()
         self._thought = None
         return Delta(content=after, reasoning=before)
+
+
+def tokenizer() -> Tokenizer:
+    return Tokenizer(byte_level_json(), eos_token_ids=(1,))
+
+
+def script_of(text: str, **values: Any) -> Script:
+    """A worker that says ``text`` over and over (by position, prompt tokens included)."""
+    return Script(tokens=tuple(tokenizer().encode(text)), **values)
 
 
 class PlainFormat:
