@@ -182,7 +182,7 @@ def _refusing(action: Callable[[], _Result], param: str) -> _Result:
         text = str(error).removeprefix("invalid request body: ")
         fields = {
             "tool_choice": "tool_choice",
-            "tool_call": "tool_choice",
+            "'tool_call'": "tool_choice",
             "'tools": "tools",
             "Tool names": "tools",
             "effort": "reasoning_effort",

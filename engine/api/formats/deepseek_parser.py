@@ -13,6 +13,7 @@ from deepseek_recipe import (
     InferenceChunk,
     InferenceFinishReason,
     StreamProcessor,
+    ThinkingInitialStage,
 )
 
 from .base import Delta, ToolCallDelta
@@ -61,6 +62,8 @@ class DeepseekParser:
         # A grammar sees to the JSON, and the engine to stop strings.
         options.parse_json_output = False
         options.stop_sequences = []
+        if request.conversation.messages[-1].prefix and options.thinking_initial_stage is None:
+            options.thinking_initial_stage = ThinkingInitialStage.ContentContinuation  # keeps leading newlines
         self._processor = StreamProcessor(ChatCompletionRequest.chunk_generator(request, "", ""), options)
         self._processor.push(InferenceChunk.ready())
         stage = options.thinking_initial_stage
@@ -118,8 +121,13 @@ class DeepseekParser:
         """Forget the text up to and including ``shown``. Before it, there can be only what the format trims: end tags, newlines."""
         text = "".join(self._unseen)
         begin = 0
-        while begin < len(text) and not text.startswith(shown, begin):
-            begin += len(THINK_END) if text.startswith(THINK_END, begin) else 1
+        while begin < len(text):
+            if text.startswith(THINK_END, begin):  # never shown
+                begin += len(THINK_END)
+            elif text.startswith(shown, begin):
+                break
+            else:
+                begin += 1
         self._unseen = [text[begin + len(shown) :]]
 
     def _dropped(self) -> str:

@@ -60,17 +60,34 @@ class DsmlGrammar:
         return " ".join(parts), rules
 
     def _parameter(self, rule: str, name: str, schema: Any, definitions: dict[str, Any]) -> tuple[str, list[str]]:
-        if isinstance(schema, dict) and schema.get("type") == "string":
+        texts = _texts(_resolved(schema, definitions))
+        if texts is not None:
             opening = self._begin(f' parameter name="{name}" string="true">')
-            if set(schema) <= _PLAIN_TEXT_KEYS:
+            if not texts:
                 return f"{opening} TEXT_VALUE {self._end_of_parameter}", []
-            texts = schema.get("enum")
-            if set(schema) <= {*_PLAIN_TEXT_KEYS, "enum"} and isinstance(texts, list) and texts and all(isinstance(t, str) for t in texts):
-                choices = " | ".join(quoted(text + "</") for text in texts)
-                return f"{opening} ({choices}) {self._end_of_parameter}", []
+            choices = " | ".join(quoted(text + "</") for text in texts)
+            return f"{opening} ({choices}) {self._end_of_parameter}", []
         opening = self._begin(f' parameter name="{name}" string="false">')
         value = json.dumps({**schema, **definitions, "x-guidance": JSON_STYLE} if isinstance(schema, dict) else schema)
         return f'{opening} {rule}_value "</" {self._end_of_parameter}', [f"{rule}_value: %json {value}"]
 
     def _begin(self, text: str) -> str:
         return f'"<" {self._tag} {quoted(text)}'
+
+
+def _resolved(schema: Any, definitions: dict[str, Any]) -> Any:
+    """The definition that a schema is nothing but a reference to."""
+    reference = schema.get("$ref") if isinstance(schema, dict) and len(schema) == 1 else None
+    kind, _, name = str(reference).removeprefix("#/").partition("/")
+    group = definitions.get(kind)
+    return group[name] if isinstance(group, dict) and name in group else schema
+
+
+def _texts(schema: Any) -> list[str] | None:
+    """The texts that a schema allows, an empty list for all, None where it allows anything else or more has to be enforced."""
+    if not isinstance(schema, dict) or schema.get("type", "string") != "string" or not set(schema) <= {*_PLAIN_TEXT_KEYS, "enum"}:
+        return None
+    if "enum" not in schema:
+        return [] if "type" in schema else None
+    texts = schema["enum"]
+    return texts if isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts) else None
