@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import ENGINE_OPTIONS, SAMPLING_OPTIONS
+from engine.config import ENGINE_OPTIONS, SAMPLING_OPTIONS, SERVE_OPTIONS
 from engine.core.errors import ConfigError
 from engine.options import Option, Resolved, add_arguments, resolve
 
@@ -89,7 +89,39 @@ def test_switch_values() -> None:
         switch.parse("2", "t")
 
 
+def test_an_option_with_many_values() -> None:
+    names = Option("names", str, (), "x", many=True)
+    assert names.parse(["a,b", " c "], "command line") == ("a", "b", "c")
+    assert names.parse("a,,b", "environment") == ("a", "b")
+    with pytest.raises(ConfigError, match=r"--names.*is 5; needed: texts"):
+        names.parse(5, "file")
+    with pytest.raises(ConfigError, match="5000 entries; allowed: at most 4096"):
+        names.parse(",".join("x" * 5000), "environment")
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, [names], "t")
+    given = vars(parser.parse_args(["--names", "a,b", "--names", "c"]))
+    assert resolve([names], given, {}, None)["names"] == ("a", "b", "c")
+
+
+def test_a_secret_is_never_shown() -> None:
+    key = Option("key", str, (), "x", many=True, secret=True)
+    resolved = resolve([key], {}, {"TWINFER_KEY": "sesame"}, None)
+    assert resolved["key"] == ("sesame",)
+    assert "sesame" not in f"{resolved.describe()} {resolved.shown()} {resolved.non_default()}"
+    with pytest.raises(ConfigError) as caught:
+        key.parse({"sesame": 1}, "file")
+    assert "sesame" not in str(caught.value)
+
+
+def test_a_switch_that_is_a_denial_has_a_way_back() -> None:
+    option = Option("no-progress", bool, False, "x")
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, [option], "t")
+    for flags, value in ((["--no-progress"], True), (["--progress"], False)):
+        assert resolve([option], vars(parser.parse_args(flags)), {"TWINFER_NO_PROGRESS": "1"}, None)["no_progress"] is value
+
+
 def test_every_default_lies_within_its_own_bounds() -> None:
-    for option in (*ENGINE_OPTIONS, *SAMPLING_OPTIONS):
+    for option in (*ENGINE_OPTIONS, *SAMPLING_OPTIONS, *SERVE_OPTIONS):
         if option.default is not None:
             assert option.parse(option.default, "default") == option.default

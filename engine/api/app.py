@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import msgspec
 import trio
 from starlette.routing import BaseRoute, Router
 from starlette.routing import Route as StarletteRoute
@@ -31,8 +32,9 @@ class App:
     """``log_requests`` raises the log line of each request from debug to info."""
 
     def __init__(self, context: ApiContext, routes: Sequence[Route] = ROUTES, *, log_requests: bool = False) -> None:
-        self.context = context
         self.keys = Keys(context.config.api_keys)
+        # From here on the keys are digests only: no log of a handler's can show one.
+        self.context = replace(context, config=msgspec.structs.replace(context.config, api_keys=()))
         self.hosts = Hosts(context.config.host, context.config.allowed_hosts)
         self.log_level = logging.INFO if log_requests else logging.DEBUG
         self.num_calls = 0

@@ -8,6 +8,7 @@ engine's stream above all) is given back by leaving its contexts.
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,7 +18,7 @@ import trio
 
 from engine.api.auth import NOBODY, Tenant
 from engine.api.errors import ApiError, as_api_error
-from engine.core.errors import InvariantError
+from engine.core.errors import CapacityError, InvariantError
 
 if TYPE_CHECKING:
     from engine.api.context import ApiContext
@@ -31,6 +32,7 @@ Headers = tuple[tuple[str, str], ...]
 
 # What nobody reads of a body: for how long it is taken in and thrown away, so that the client is still there to read the answer.
 LINGER_S = 2.0
+SMALL_BODY_BYTES = 64 << 10
 CLIENT_LEFT = 499  # of the log; no client sees it
 CLOSE: Headers = (("connection", "close"),)
 
@@ -102,8 +104,8 @@ class Call:
                 await self._answer(ApiError(504, message, type="timeout_error", code="request_timeout"))
         except ClientGone:
             self.status = CLIENT_LEFT
-        except ApiError as error:
-            await self.refuse(error)
+        except (ApiError, CapacityError) as error:
+            await self.refuse(self._as_api_error(error))
         finally:
             if self._writer is not None:
                 self._context.metrics.stream_closed()
@@ -118,8 +120,11 @@ class Call:
         drained = trio.Event()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._discard_body, drained)
+            if self._announced_bytes() <= SMALL_BODY_BYTES:  # it is here already, or soon: then the connection stays usable
+                with trio.move_on_after(LINGER_S):
+                    await drained.wait()
             data = _encoder.encode(error.body)
-            closing = () if _is_bodiless(self.scope) else CLOSE
+            closing = () if drained.is_set() else CLOSE
             headers = (("content-type", "application/json"), ("content-length", str(len(data))), *error.headers, *closing)
             await self._start(error.status, headers)
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
@@ -196,15 +201,23 @@ class Call:
             await self._writer.fail(error)
         # Headers without their body: the connection is closed, and the client sees that the answer is cut.
 
-    async def _read_body(self, limit: int) -> None:
-        """Raises ApiError for a body that is too large or too slow, as early as that is known; ClientGone where it never comes."""
+    def _announced_bytes(self) -> float:
+        """How large the body is said to be; infinite where that is not said."""
         declared = self.header(b"content-length")
-        if declared is not None and int(declared) > limit:  # digits: the protocol has checked that
+        if declared is not None:
+            return int(declared)  # digits: the protocol has checked that
+        return 0 if self.header(b"transfer-encoding") is None else math.inf
+
+    async def _read_body(self, limit: int) -> None:
+        """Raises ApiError for a body that is too large or too slow, as early as that is known, CapacityError where all bodies together
+        are too much, ClientGone where it never comes.
+        """
+        if limit < self._announced_bytes() < math.inf:
             raise _too_large(limit)
         timeout_s = self._context.config.body_timeout_s
         parts: list[bytes] = []
         size = 0
-        with trio.move_on_after(timeout_s) as deadline:
+        with trio.move_on_after(timeout_s) as deadline, self._context.body_budget.share() as take:
             while not self._body_read:
                 message = await self._receive()
                 if message["type"] == "http.disconnect":
@@ -213,6 +226,7 @@ class Call:
                 size += len(part)
                 if size > limit:
                     raise _too_large(limit)
+                take(len(part))
                 parts.append(part)
                 self._body_read = not message.get("more_body", False)
         if deadline.cancelled_caught:
@@ -277,12 +291,6 @@ def _error_frame(error: ApiError) -> bytes:
 
 def _too_large(limit: int) -> ApiError:
     return ApiError(413, f"the body has more than {limit} bytes", type="invalid_request_error", code="body_too_large")
-
-
-def _is_bodiless(scope: Scope) -> bool:
-    """Whether the head of the request announces no body: then the connection can be used again."""
-    names = {name for name, _ in scope["headers"]}
-    return not names & {b"content-length", b"transfer-encoding"}
 
 
 Handler = Callable[["ApiContext", Call], Awaitable[None]]

@@ -13,7 +13,7 @@ class ApiConfig(msgspec.Struct, frozen=True):
     host: str = "127.0.0.1"
     port: int = 8000
     served_names: tuple[str, ...] = ()
-    # Plain keys; empty admits everybody (the start-up summary says so). Kept as digests once the server runs.
+    # Plain keys; empty admits everybody (the start-up summary says so). The application keeps digests of them only.
     api_keys: tuple[str, ...] = ()
     # Host headers to answer, beside the loopback names on a loopback bind; empty on another bind answers all of them.
     allowed_hosts: tuple[str, ...] = ()

@@ -14,7 +14,7 @@ import h11
 import trio
 from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.config import Config
-from hypercorn.events import Closed, Event, RawData, Updated
+from hypercorn.events import Closed, Event, RawData
 from hypercorn.protocol.h11 import H11Protocol
 from hypercorn.trio.task_group import TaskGroup
 from hypercorn.trio.tcp_server import TCPServer
@@ -77,22 +77,28 @@ class Connection(TCPServer):
 
     async def protocol_send(self, event: Event) -> None:
         """Shielded: what is half sent cannot be continued. Bounded: a client that takes nothing is cut off."""
-        if not isinstance(event, RawData):
-            if not (self._gone and isinstance(event, Updated)):
+        if isinstance(event, Closed):
+            with trio.move_on_after(self._send_timeout_s):  # TLS says goodbye, to a client that may not listen
                 await super().protocol_send(event)
-            return
-        data = memoryview(event.data)
+        elif isinstance(event, RawData):
+            if not await self._send_all(memoryview(event.data)):
+                await trio.aclose_forcefully(self.stream)
+                await self.protocol.handle(Closed())
+        elif not self._gone:
+            await super().protocol_send(event)
+
+    async def _send_all(self, data: memoryview) -> bool:
+        """False where the client is not there or takes nothing."""
         data = data[self._send_now(data) :]
         if not data:
-            return
-        async with self.send_lock:
-            for start in range(0, len(data), _PIECE_BYTES):
-                if not await self._send_piece(data[start : start + _PIECE_BYTES]):
-                    break
-            else:
-                return
-        await trio.aclose_forcefully(self.stream)
-        await self.protocol.handle(Closed())
+            return True
+        # The protocol has counted these bytes as sent, so a cancellation must not come between, the wait for the lock included.
+        with trio.CancelScope(shield=True):
+            async with self.send_lock:
+                for start in range(0, len(data), _PIECE_BYTES):
+                    if not await self._send_piece(data[start : start + _PIECE_BYTES]):
+                        return False
+        return True
 
     def _send_now(self, data: memoryview) -> int:
         """How many bytes the kernel took at once. That is nearly always all of an event; a lock, a deadline and a turn of the scheduler
@@ -106,7 +112,7 @@ class Connection(TCPServer):
             return 0
 
     async def _send_piece(self, piece: memoryview) -> bool:
-        with trio.move_on_after(self._send_timeout_s, shield=True) as deadline:
+        with trio.move_on_after(self._send_timeout_s) as deadline:
             try:
                 await self.stream.send_all(piece)
             except (trio.BrokenResourceError, trio.ClosedResourceError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine.actors.gateway import Gateway
+from engine.api.body import BodyBudget
 from engine.api.config import ApiConfig
 from engine.api.formats.base import ChatFormat
 from engine.api.info import ServerInfo
@@ -22,3 +23,4 @@ class ApiContext:
     chat_format: ChatFormat | None
     defaults: SamplingParams
     metrics: ServerMetrics = field(default_factory=ServerMetrics)  # the engine's observer too; started once the engine is warm
+    body_budget: BodyBudget = field(default_factory=BodyBudget)

@@ -38,7 +38,9 @@ _log = logging.getLogger("twinfer.http")
 def bind(host: str, port: int) -> socket.socket:
     """A bound socket that does not listen yet: until then clients are refused. Raises ConfigError where the address cannot be had."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        # A name with both kinds of address (localhost) means the kind that every client tries.
+        family, kind, protocol, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
         bound = socket.socket(family, kind, protocol)
     except OSError as error:
         raise ConfigError(f"--host {host}: {error.strerror}") from None

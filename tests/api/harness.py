@@ -109,6 +109,7 @@ async def open_server(
         context = ApiContext(gateway, facts, config, chat_format, defaults or SamplingParams(temperature=1.0), metrics)
         metrics.start(gateway, facts, config.metrics_compat)
         app = App(context, routes, log_requests=log_requests)
+        context = app.context
         bound = bind(config.host, 0)
         url = base_url(bound, config)
         async with serve_http(app, bound), httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as client:

@@ -8,9 +8,17 @@ import pytest
 import trio
 
 from engine.api.config import ApiConfig
+from tests.actors.harness import until
 from tests.api.harness import assert_idle, error_code, open_server, parse_response, raw_client, request_bytes
 
 KIB = 1024
+
+
+@pytest.fixture(autouse=True)
+def _short_linger(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.api.call.LINGER_S", 0.3)
+
+
 SMALL = ApiConfig(port=0, max_body_bytes=4 * KIB, body_timeout_s=0.2)
 
 
@@ -46,12 +54,11 @@ async def test_a_body_in_chunks_is_counted() -> None:
         assert await client.receive() == b""
 
 
-@pytest.mark.parametrize("path", ["/tokenize", "/nothing", "/health"])
-async def test_a_client_that_goes_on_sending_can_read_why_it_was_refused(path: str) -> None:
-    """413, 404, 405: the connection is not torn down under the answer, nor kept by what still comes."""
+async def test_a_client_that_goes_on_sending_can_read_why_it_was_refused() -> None:
+    """The connection is not torn down under the answer, nor kept by what still comes."""
     async with open_server(config=SMALL) as server:
-        response = await server.client.post(path, content=b"x" * (8 << 20))
-        assert response.status_code == {"/tokenize": 413, "/nothing": 404, "/health": 405}[path]
+        for path, status in (("/tokenize", 413), ("/nothing", 404), ("/health", 405)):
+            assert (await server.client.post(path, content=b"x" * (8 << 20))).status_code == status
         await assert_idle(server)
 
 
@@ -74,6 +81,29 @@ async def test_a_refused_body_that_never_ends_does_not_hold_the_connection() -> 
             with trio.fail_after(6):
                 await ended.wait()
         await assert_idle(server)
+
+
+async def test_a_refusal_of_a_small_body_keeps_the_connection() -> None:
+    async with open_server(config=ApiConfig(port=0, api_keys=("a-long-key",))) as server, raw_client(server) as client:
+        for _ in range(3):
+            await client.send(request_bytes("POST", "/tokenize", b'{"prompt": "x"}'))
+            assert (await client.receive_until(b"}")).startswith(b"HTTP/1.1 401 ")
+
+
+async def test_all_bodies_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_server() as server:
+        budget = server.context.body_budget
+        monkeypatch.setattr(budget, "_limit_bytes", 3000)
+        async with raw_client(server) as client:
+            await client.send(request_bytes("POST", "/tokenize", body_of(2000))[:-1])
+            await until(lambda: budget.held_bytes == 1999)
+            refused = await server.client.post("/tokenize", content=body_of(2000))
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+            assert (await server.client.post("/tokenize", content=body_of(900))).status_code == 200
+            await client.send(b"}")
+            assert (await client.receive_until(b"}")).startswith(b"HTTP/1.1 200 ")
+        assert (await server.client.post("/tokenize", content=body_of(2000))).status_code == 200
+        assert budget.held_bytes == 0
 
 
 async def test_a_slow_body() -> None:
@@ -102,6 +132,7 @@ async def test_what_is_no_http_gets_400_and_harms_nobody() -> None:
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"hello\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 100,
         b"GET / HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n", b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-length: -1\r\n\r\n",
         b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\nxx",
+        b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-length: " + b"9" * 5000 + b"\r\n\r\n",
     )  # fmt: skip
     async with open_server() as server:
         for data in junk:

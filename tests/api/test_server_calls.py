@@ -62,26 +62,26 @@ def raising(error: BaseException, *, after: Callable[[Call], Awaitable[None]] | 
 # -- errors -------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("error", "status", "code"),
-    [
-        (RequestError("n is 0; allowed: 1", param="n"), 400, "invalid_request"),
-        (CapacityError("full", retry_after_s=2.5), 429, "queue_full"),
-        (ApiError(404, "no such thing", type="not_found_error", code="x"), 404, "x"),
-        (ConfigError("gone"), 503, "engine_unavailable"),
-        (ValueError("a prompt of somebody's"), 500, "internal_error"),
-        (ExceptionGroup("tasks", [ExceptionGroup("more", [RequestError("bad", code="deep")])]), 400, "deep"),
-    ],
+ERRORS: tuple[tuple[Exception, int, str], ...] = (
+    (RequestError("n is 0; allowed: 1", param="n"), 400, "invalid_request"),
+    (CapacityError("full", retry_after_s=2.5), 429, "queue_full"),
+    (ApiError(404, "no such thing", type="not_found_error", code="x"), 404, "x"),
+    (ConfigError("gone"), 503, "engine_unavailable"),
+    (ValueError("a prompt of somebody's"), 500, "internal_error"),
+    (ExceptionGroup("tasks", [ExceptionGroup("more", [RequestError("bad", code="deep")])]), 400, "deep"),
 )
-async def test_what_a_handler_raises_is_the_answer(error: Exception, status: int, code: str) -> None:
-    async with open_server(routes=routes(raising(error))) as server:
-        response = await server.client.post("/test")
-        assert response.status_code == status
-        assert error_code(response.content) == code
-        assert b"somebody" not in response.content
-        assert response.headers.get("retry-after") == {429: "3", 503: "5"}.get(status)
-        assert response.headers["x-request-id"]
-        assert (await server.client.get("/nothing")).status_code == 404  # the connection and the server go on
+
+
+async def test_what_a_handler_raises_is_the_answer() -> None:
+    table = tuple(Route(f"/{index}", "key", {"POST": raising(error)}) for index, (error, _, _) in enumerate(ERRORS))
+    async with open_server(routes=table) as server:
+        for index, (_, status, code) in enumerate(ERRORS):
+            response = await server.client.post(f"/{index}")
+            assert response.status_code == status
+            assert error_code(response.content) == code
+            assert b"somebody" not in response.content
+            assert response.headers.get("retry-after") == {429: "3", 503: "5"}.get(status)
+            assert response.headers["x-request-id"]
 
 
 async def test_a_handler_that_says_nothing_is_a_fault() -> None:
@@ -203,28 +203,28 @@ async def leaves_with_a_second_request_waiting(server: Server) -> None:
         await client.receive_until(b"data: ")
 
 
-@pytest.mark.parametrize(
-    "client",
-    [
-        leaves_while_streaming,
-        leaves_before_the_first_token,
-        leaves_in_its_body,
-        leaves_in_its_headers,
-        closes_its_half,
-        leaves_with_a_second_request_waiting,
-    ],
+CLIENTS: tuple[Callable[[Server], Awaitable[None]], ...] = (
+    leaves_while_streaming,
+    leaves_before_the_first_token,
+    leaves_in_its_body,
+    leaves_in_its_headers,
+    closes_its_half,
+    leaves_with_a_second_request_waiting,
 )
-async def test_a_client_that_leaves_gives_everything_back(
-    client: Callable[[Server], Awaitable[None]], caplog: pytest.LogCaptureFixture
-) -> None:
+
+
+async def test_a_client_that_leaves_gives_everything_back(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "twinfer.access")
     async with open_server(script_of("abcdefgh", step_s=STEP_S), routes=routes(stream)) as server:
-        await client(server)
-        with trio.fail_after(0.6):  # a stream takes 0.75 s to its end
-            await assert_idle(server)
-        assert server.context.metrics.open_streams == 0
-        assert {record.fields["status"] for record in caplog.records if record.name == "twinfer.access"} <= {499}  # type: ignore[attr-defined]
-        assert "Traceback" not in caplog.text
+        for client in CLIENTS:
+            caplog.clear()
+            await client(server)
+            with trio.fail_after(0.6):  # a stream takes 0.75 s to its end
+                await assert_idle(server)
+            assert server.context.metrics.open_streams == 0
+            statuses = {record.fields["status"] for record in caplog.records if record.name == "twinfer.access"}  # type: ignore[attr-defined]
+            assert statuses <= {499}, client
+            assert "Traceback" not in caplog.text
 
 
 async def test_a_reader_that_takes_nothing_is_cut_off() -> None:
