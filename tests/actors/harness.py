@@ -56,8 +56,8 @@ def children() -> list[int]:
     return sorted(found)
 
 
-def worker_pids(parent: int) -> list[int]:
-    """Scripted worker processes below ``parent``."""
+def worker_pids(parent: int, module: str = MODULE) -> list[int]:
+    """Worker processes below ``parent``, the scripted ones if not told otherwise."""
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or _parent(int(entry.name)) != parent:
@@ -66,7 +66,7 @@ def worker_pids(parent: int) -> list[int]:
             command = (entry / "cmdline").read_bytes()
         except OSError:
             continue
-        if MODULE.encode() in command:
+        if module.encode() in command:
             found.append(int(entry.name))
     return sorted(found)
 
