@@ -10,10 +10,10 @@ from __future__ import annotations
 import msgspec
 
 from engine.core.cache_config import CacheConfig
-from engine.core.counts import weight_bytes
 from engine.core.errors import ConfigError
+from engine.core.sharding import RankPlace, held_kv_heads, held_tensors
 from engine.core.specs import DenseSpec, ModelSpec, V41Spec
-from engine.core.tensors import FP32, expected_tensors
+from engine.core.tensors import FP32, TensorSpec
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _STATE_BYTES = 4  # the compressor's pending rows are float32
@@ -22,8 +22,10 @@ _WIDE = (
     "head.weight", "ffn.gate.weight", "markov_head.embed.weight", "markov_head.head.weight", "confidence_head.proj.weight",
 )  # fmt: skip
 _DENSE_WIDE = "mlp.gate.weight"
+_ENGRAM_TABLE = "engram.embed.weight"
 _FOLDED = "engram.q_weight"
 _FOLDED_AWAY = "engram.k_weight"
+ONE_RANK = RankPlace()
 _WINDOW_SLACK_ROWS = 2  # see the V4.1 cache: room for a fork that lags one token behind
 
 
@@ -45,25 +47,24 @@ class MemoryPlan(msgspec.Struct, frozen=True):
         return self.weight_bytes + self.cache_bytes
 
 
-def held_weight_bytes(spec: ModelSpec, dtype: str) -> int:
-    """Bytes of the weights as a worker holds them, which is a little more than the checkpoint's.
+def held_weight_bytes(spec: ModelSpec, dtype: str, place: RankPlace = ONE_RANK) -> int:
+    """Device bytes of the weights as the rank at ``place`` holds them, which is a little more than its part of the checkpoint.
 
     V4.1: the float32 parts of the maths are kept in float32 (head, router, ratio-2 compressor, Markov and confidence heads), and Engram's
     two gate gains are folded into one. Dense: each weight once, a tied head shared with the embedding; Qwen3-MoE's routers in float32.
     """
     element = DTYPE_BYTES[dtype]
-    total = weight_bytes(spec, element)
-    tensors = expected_tensors(spec)
+    held = held_tensors(spec, place)
     if isinstance(spec, DenseSpec):
-        return total + sum(tensor.num_elements * (4 - element) for name, tensor in tensors.items() if name.endswith(_DENSE_WIDE))
-    for name, tensor in tensors.items():
-        if tensor.kind == FP32:
-            continue
-        if name.endswith(_FOLDED_AWAY):
-            total -= tensor.num_elements * element
-        elif name.endswith(_FOLDED) or name.endswith(_WIDE) or _is_pair_projection(spec, name):
-            total += tensor.num_elements * (4 - element)
-    return total
+        return sum(tensor.num_elements * (4 if name.endswith(_DENSE_WIDE) else element) for name, tensor in held)
+    return sum(tensor.num_elements * _v41_element_bytes(spec, place, name, tensor, element) for name, tensor in held)
+
+
+def _v41_element_bytes(spec: V41Spec, place: RankPlace, name: str, tensor: TensorSpec, element: int) -> int:
+    if name.endswith(_FOLDED_AWAY) or (place.engram == "host" and name.endswith(_ENGRAM_TABLE)):
+        return 0
+    wide = tensor.kind == FP32 or name.endswith((_FOLDED, *_WIDE)) or _is_pair_projection(spec, name)
+    return 4 if wide else element
 
 
 def _is_pair_projection(spec: V41Spec, name: str) -> bool:
@@ -72,11 +73,11 @@ def _is_pair_projection(spec: V41Spec, name: str) -> bool:
     return spec.compress_ratios[int(name.split(".")[1])] == 2
 
 
-def block_bytes(spec: ModelSpec, block_size: int, dtype: str) -> int:
-    """Bytes one KV block takes on the device."""
+def block_bytes(spec: ModelSpec, block_size: int, dtype: str, place: RankPlace = ONE_RANK) -> int:
+    """Bytes one KV block takes on the device. V4.1's one latent head is whole on every tensor rank."""
     element = DTYPE_BYTES[dtype]
     if isinstance(spec, DenseSpec):
-        return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * block_size * element
+        return 2 * spec.num_layers * held_kv_heads(spec, place) * spec.head_dim * block_size * element
     rows = sum(block_size // spec.compress_ratios[layer] for layer in spec.kv_source_layer_ids)
     return rows * (spec.head_dim + spec.index_head_dim) * element
 
@@ -97,20 +98,20 @@ def fixed_cache_bytes(spec: ModelSpec, config: CacheConfig, dtype: str) -> int:
     return rows * spec.num_window_layers * spec.head_dim * element + pair_layers * pair_rows * 2 * spec.head_dim * _STATE_BYTES
 
 
-def plan_memory(spec: ModelSpec, config: CacheConfig, dtype: str) -> MemoryPlan:
-    """The prediction for a cache of ``config``'s sizes."""
+def plan_memory(spec: ModelSpec, config: CacheConfig, dtype: str, place: RankPlace = ONE_RANK) -> MemoryPlan:
+    """The prediction for one rank and a cache of ``config``'s sizes."""
     return MemoryPlan(
-        weight_bytes=held_weight_bytes(spec, dtype),
+        weight_bytes=held_weight_bytes(spec, dtype, place),
         block_size=config.block_size,
-        block_bytes=block_bytes(spec, config.block_size, dtype),
+        block_bytes=block_bytes(spec, config.block_size, dtype, place),
         fixed_cache_bytes=fixed_cache_bytes(spec, config, dtype),
         num_blocks=config.num_blocks,
     )
 
 
-def blocks_for(spec: ModelSpec, config: CacheConfig, dtype: str, budget_bytes: int) -> int:
+def blocks_for(spec: ModelSpec, config: CacheConfig, dtype: str, budget_bytes: int, place: RankPlace = ONE_RANK) -> int:
     """Blocks that fit beside the weights. Raises ConfigError with the sum and two remedies where not even one does."""
-    plan = plan_memory(spec, config, dtype)
+    plan = plan_memory(spec, config, dtype, place)
     left = budget_bytes - plan.weight_bytes - plan.fixed_cache_bytes
     if left < plan.block_bytes:
         raise ConfigError(

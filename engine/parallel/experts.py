@@ -40,13 +40,11 @@ class RoutedExperts:
         self._everything = sends_everything(self._layout, experts_per_token)
         self._first_slot = groups.place.expert_rank * placement.slots_per_rank
         self._slots_ER, self._counts_E = _slot_table(placement, w13.device)
-
-    @property
-    def redundant(self) -> bool:
-        return len(self.placement.logical) > self.placement.num_experts
+        self._chosen_E = torch.zeros(placement.num_experts, dtype=torch.int64, device=w13.device)
 
     def __call__(self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, num_tokens: Sequence[int]) -> Tensor:
         """The routed sum [T, D], to be added up over the tensor group. ``num_tokens`` says how many every data rank calls this with."""
+        self._count(ids_TK)
         slots_TK = self._physical(ids_TK)
         if self._layout.dp == 1:
             return expert_gemm_partial(x_TD, weights_TK, self._local(slots_TK), self.w13, self.w2, self.limit)
@@ -96,6 +94,20 @@ class RoutedExperts:
     def _compute(self, packed_MX: Tensor, dtype: torch.dtype, top_k: int) -> Tensor:
         x_MD, weights_MK, slots_MK = _unpacked(packed_MX, dtype, top_k)
         return expert_gemm_partial(x_MD, weights_MK, self._local(slots_MK), self.w13, self.w2, self.limit)
+
+    # -- counts -------------------------------------------------------------------------------------------------------------
+
+    def _count(self, ids_TK: Tensor) -> None:
+        """Each token once in the replica: by the tensor rank whose share it is in."""
+        layout, me, num_tokens = self._layout, self.groups.place.tensor_rank, ids_TK.shape[0]
+        own_P = ids_TK[share_start(layout, me, num_tokens) : share_start(layout, me + 1, num_tokens)].flatten()
+        self._chosen_E.scatter_add_(0, own_P, torch.ones_like(own_P))
+
+    def take_counts(self) -> list[int]:
+        """How often each expert was chosen by this rank's tokens since the last call; the ranks' counts add up to the replica's."""
+        counts: list[int] = self._chosen_E.tolist()
+        self._chosen_E.zero_()
+        return counts
 
     # -- slots --------------------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from engine.core.cache_config import CacheConfig
 from engine.core.errors import ConfigError, InvariantError
+from engine.core.expert_map import ExpertMap
 from engine.core.plan import StepPeers
 from engine.core.sharding import RankPlace
 from engine.core.specs import V41Spec
@@ -27,6 +28,7 @@ from engine.model.v41.draft import DraftHead
 from engine.model.v41.hashing import hash_constants
 from engine.model.v41.step import Pass, StepBuilder, StepIndex
 from engine.model.v41.weights import EngramWeights, LayerWeights, Loader, load_engram_tables, load_layer
+from engine.parallel.experts import RoutedExperts
 from engine.parallel.groups import ParallelGroups
 from engine.parallel.tensor import all_gather_vocabulary, embedding
 
@@ -191,6 +193,24 @@ class V41Model:
         """The same for a draft round."""
         if self.draft_head is not None:
             self.draft_head.join(peers)
+
+    def rebalance(self, maps: Sequence[ExpertMap]) -> int:
+        """Take up other expert placements between two steps, one for each layer, backbone before draft; a collective of all ranks.
+
+        Returns how many experts this rank received.
+        """
+        layers = self._spread_layers()
+        if len(maps) != len(layers):
+            raise InvariantError(f"{len(maps)} expert maps for {len(layers)} layers")
+        return sum(layer.rebalance(placement) for layer, placement in zip(layers, maps, strict=True))
+
+    def take_expert_counts(self) -> list[list[int]]:
+        """How often each expert of each layer (backbone before draft) was chosen by this rank's tokens since the last call."""
+        return [layer.take_counts() for layer in self._spread_layers()]
+
+    def _spread_layers(self) -> list[RoutedExperts]:
+        layers = self.layers + (self.draft_head.layers if self.draft_head else [])
+        return [layer.moe.spread for layer in layers if layer.moe.spread is not None]
 
     def _peers_of(self, batch: ForwardBatch) -> tuple[Sequence[int], Sequence[int]]:
         """Tokens of every data rank in this step, and rows with logits, which are what is left of them in the last layer."""
