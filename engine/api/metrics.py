@@ -15,6 +15,7 @@ import msgspec
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
 from engine.actors.gateway import EngineStats, Gateway
+from engine.actors.grammar_check import GrammarCheck
 from engine.actors.scheduler import MAX_PLANS_IN_FLIGHT
 from engine.api.histogram import Histogram, doubling
 from engine.api.info import ServerInfo
@@ -82,6 +83,7 @@ class Reading(NamedTuple):
     stats: EngineStats | None
     heartbeat_ages_s: dict[str, float]
     mailbox_depths: dict[str, int]
+    grammars: GrammarCheck | None
 
 
 class _Running:
@@ -130,14 +132,15 @@ class ServerMetrics:
     def read(self) -> Reading:
         """The present state; never raises."""
         if self._engine is None:
-            return Reading(self, None, None, {}, {})
+            return Reading(self, None, None, {}, {}, None)
         stats: EngineStats | None = None
         try:
             stats = self._engine.stats()
         except InvariantError:
             self.counters.invariant_violations += 1
             _log.exception("the engine's books do not add up")
-        return Reading(self, self._info, stats, self._engine.heartbeat_ages_s(), self._engine.mailbox_depths())
+        engine = self._engine
+        return Reading(self, self._info, stats, engine.heartbeat_ages_s(), engine.mailbox_depths(), engine.grammars)
 
     def exposition(self) -> bytes:
         """Prometheus text; empty before ``start``."""

@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterable
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from engine.api.histogram import Histogram
-from engine.api.metrics_families import BY_NAME, DEVICE_TIER, Family, Labels, kv_tokens, kv_used_share
+from engine.api.metrics_families import BY_NAME, DEVICE_TIER, Family, Labels, Value, kv_tokens, kv_used_share
 
 if TYPE_CHECKING:
     from engine.api.metrics import Compat, Reading
 
-_Samples = Iterable[tuple[Labels, float | Histogram]]
+_Samples = Iterable[tuple[Labels, Value]]
 
 
 def _model(reading: Reading) -> str:
@@ -105,9 +104,9 @@ def _sglang(name: str, ours: str) -> Family:
 
     def read(reading: Reading) -> _Samples:
         values = [value for _, value in family.read(reading)]
-        if family.kind == "histogram":
+        if family.kind in ("histogram", "summary"):
             return [((_model(reading),), value) for value in values]
-        return [((_model(reading),), sum(value for value in values if not isinstance(value, Histogram)))] if values else []
+        return [((_model(reading),), sum(value for value in values if isinstance(value, (int, float))))] if values else []
 
     return Family(family.kind, f"sglang:{name}", family.help, ("model_name",), read)
 
@@ -159,6 +158,8 @@ _SGLANG = (
     Family("histogram", "sglang:per_stage_req_latency_seconds", "Times of a request's stages", ("model_name", "stage"), _sglang_stages),
     _sglang("num_retracted_reqs", "num_requests_preempted"),
     _sglang("num_retracted_requests", "num_preemptions"),
+    _sglang("grammar_compilation_time_seconds", "grammar_compilation_time_seconds"),
+    _sglang("num_grammar_timeout", "num_grammar_timeout"),
     Family("counter", "sglang:num_requests", "Requests that ended", ("model_name",), _sglang_requests),
     Family("counter", "sglang:num_aborted_requests", "Requests whose client left", ("model_name",), _sglang_aborted),
     Family("gauge", "sglang:spec_accept_length", "Tokens per verification, since the start", ("model_name",), _sglang_accept_length),

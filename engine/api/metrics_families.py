@@ -7,15 +7,16 @@ is made of carries the same labels on both sides.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, Union
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
 from engine.api.histogram import Histogram
 from engine.core.scheduler_state import RankStats
 
 if TYPE_CHECKING:
+    from engine.actors.grammar_check import GrammarCheck
     from engine.api.metrics import Counters, Histograms, Reading
 
 PREFIX = "twinfer_"
@@ -23,18 +24,26 @@ DEVICE_TIER = "device"  # host blocks hold what running requests were swapped to
 
 Labels = tuple[str, ...]
 Sample = tuple[Labels, float]
+Value = Union[float, Histogram, "Total"]
+
+
+class Total(NamedTuple):
+    """A distribution of which only these two are known."""
+
+    number: int
+    sum: float
 
 
 class Family(NamedTuple):
-    """One metric. A counter's name is without ``_total``, which the exposition adds. ``read`` gives a number, or a Histogram, per
-    combination of label values.
+    """One metric. A counter's name is without ``_total``, which the exposition adds. ``read`` gives a number (a Histogram or a Total for
+    those kinds) per combination of label values.
     """
 
-    kind: Literal["counter", "gauge", "histogram"]
+    kind: Literal["counter", "gauge", "histogram", "summary"]
     name: str
     help: str
     label_names: Labels
-    read: Callable[[Reading], Iterable[tuple[Labels, float | Histogram]]]
+    read: Callable[[Reading], Iterable[tuple[Labels, Value]]]
 
 
 class FamilyCollector(Collector):
@@ -58,10 +67,16 @@ def render(family: Family, reading: Reading) -> Metric:
             assert isinstance(value, Histogram)
             histograms.add_metric(labels, buckets=value.buckets(), sum_value=value.sum)
         return histograms
+    if family.kind == "summary":
+        summaries = SummaryMetricFamily(family.name, family.help, labels=family.label_names)
+        for labels, value in samples:
+            assert isinstance(value, Total)
+            summaries.add_metric(labels, count_value=value.number, sum_value=value.sum)
+        return summaries
     make = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
     numbers = make(family.name, family.help, labels=family.label_names)
     for labels, value in samples:
-        assert not isinstance(value, Histogram)
+        assert isinstance(value, (int, float))
         numbers.add_metric(labels, float(value))
     return numbers
 
@@ -156,6 +171,15 @@ def _positions(read: Callable[[Reading], list[int]]) -> Callable[[Reading], Iter
     return lambda reading: [((str(position),), value) for position, value in enumerate(read(reading))]
 
 
+def _grammar_times(reading: Reading) -> Iterable[tuple[Labels, Total]]:
+    grammars = reading.grammars
+    return [((), Total(grammars.num_compilations, grammars.compile_s))] if grammars is not None else []
+
+
+def _grammar_counter(read: Callable[[GrammarCheck], int]) -> Callable[[Reading], Iterable[Sample]]:
+    return lambda reading: [((), read(reading.grammars))] if reading.grammars is not None else []
+
+
 def _http_requests(reading: Reading) -> Iterable[Sample]:
     return [((route, str(status)), count) for (route, status), count in sorted(reading.metrics.http_requests.items())]
 
@@ -232,6 +256,12 @@ _TABLE: tuple[Family, ...] = (
     Family("gauge", "actor_mailbox_depth", "Messages not read yet", ("actor",), _keyed(lambda reading: reading.mailbox_depths)),
     Family("gauge", "actor_heartbeat_age_seconds", "Since the last sign of life", ("actor",),
            _keyed(lambda reading: reading.heartbeat_ages_s)),
+    Family("summary", "grammar_compilation_time_seconds", "Compilations of grammars at the door, failed ones included", (),
+           _grammar_times),
+    Family("counter", "num_grammar_failures", "Of them, grammars that cannot be used", (),
+           _grammar_counter(lambda grammars: grammars.num_failures)),
+    Family("counter", "num_grammar_timeout", "Of them, given up at the deadline", (),
+           _grammar_counter(lambda grammars: grammars.num_timeouts)),
     Family("counter", "invariant_violations", "Readings at which a conservation law of the engine was broken", (),
            _counter(lambda counters: counters.invariant_violations)),
     Family("counter", "http_requests", "Answers by route and status; 499 where the client left", ("route", "status"), _http_requests),

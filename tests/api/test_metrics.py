@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -15,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine.actors.cache import CacheStats
 from engine.actors.gateway import EngineStats, Gateway, Generation, Health
 from engine.actors.supervisor import open_engine
+from engine.api.config import ApiConfig
 from engine.api.info import ServerInfo
 from engine.api.metrics import Compat, ServerMetrics
 from engine.api.metrics_families import FAMILIES
@@ -37,6 +39,7 @@ from engine.core.sampling import SamplingParams
 from engine.core.scheduler_state import RankStats, Stats
 from tests.actors.harness import CACHE, MODULE, engine_config
 from tests.actors.scripted_worker import Script
+from tests.api.harness import open_server
 
 SAMPLES = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 INFO = ServerInfo(
@@ -47,19 +50,20 @@ INFO = ServerInfo(
 
 # Everything a dashboard may rely on: the samples of the exposition without their labels, buckets left out.
 DOCUMENTED = """
-actor_heartbeat_age_seconds actor_mailbox_depth build_info e2e_request_latency_seconds_count e2e_request_latency_seconds_sum engine_ready
-generation_tokens_total http_open_streams http_requests_total inter_token_latency_seconds_count inter_token_latency_seconds_sum
-invariant_violations_total iteration_tokens_total_count iteration_tokens_total_sum kv_capacity_tokens kv_evictable_tokens kv_free_tokens
-kv_host_capacity_tokens kv_host_used_tokens kv_moved_blocks_total kv_moved_bytes_total kv_used_tokens num_preemptions_total
-num_requests_preempted num_requests_running num_requests_swapped num_requests_waiting prefill_tokens_total prefix_cache_granularity_tokens
-prefix_cache_hits_total prefix_cache_queries_total prompt_tokens_total recomputed_tokens_total request_decode_time_seconds_count
-request_decode_time_seconds_sum request_generation_tokens_count request_generation_tokens_sum request_prefill_time_seconds_count
-request_prefill_time_seconds_sum request_prompt_tokens_count request_prompt_tokens_sum request_queue_time_seconds_count
-request_queue_time_seconds_sum requests_started_total requests_total spec_decode_accepted_tokens_per_position_total
-spec_decode_draft_tokens_per_position_total spec_decode_num_accepted_tokens_total spec_decode_num_draft_tokens_total
-spec_decode_num_verified_items_total step_component_seconds_total step_forward_seconds_count step_forward_seconds_sum step_seconds_count
-step_seconds_sum steps_total time_per_output_token_seconds_count time_per_output_token_seconds_sum time_to_first_token_seconds_count
-time_to_first_token_seconds_sum
+" actor_heartbeat_age_seconds actor_mailbox_depth build_info e2e_request_latency_seconds_count e2e_request_latency_seconds_sum
+engine_ready generation_tokens_total grammar_compilation_time_seconds_count grammar_compilation_time_seconds_sum http_open_streams
+http_requests_total inter_token_latency_seconds_count inter_token_latency_seconds_sum invariant_violations_total
+iteration_tokens_total_count iteration_tokens_total_sum kv_capacity_tokens kv_evictable_tokens kv_free_tokens kv_host_capacity_tokens
+kv_host_used_tokens kv_moved_blocks_total kv_moved_bytes_total kv_used_tokens num_grammar_failures_total num_grammar_timeout_total
+num_preemptions_total num_requests_preempted num_requests_running num_requests_swapped num_requests_waiting prefill_tokens_total
+prefix_cache_granularity_tokens prefix_cache_hits_total prefix_cache_queries_total prompt_tokens_total recomputed_tokens_total
+request_decode_time_seconds_count request_decode_time_seconds_sum request_generation_tokens_count request_generation_tokens_sum
+request_prefill_time_seconds_count request_prefill_time_seconds_sum request_prompt_tokens_count request_prompt_tokens_sum
+request_queue_time_seconds_count request_queue_time_seconds_sum requests_started_total requests_total
+spec_decode_accepted_tokens_per_position_total spec_decode_draft_tokens_per_position_total spec_decode_num_accepted_tokens_total
+spec_decode_num_draft_tokens_total spec_decode_num_verified_items_total step_component_seconds_total step_forward_seconds_count
+step_forward_seconds_sum step_seconds_count step_seconds_sum steps_total time_per_output_token_seconds_count
+time_per_output_token_seconds_sum time_to_first_token_seconds_count time_to_first_token_seconds_sum
 """
 
 # What the reference gives as the shared names.
@@ -72,7 +76,8 @@ COMPAT_NAMES: dict[Compat, str] = {
     "sglang": """num_running_reqs num_queue_reqs token_usage kv_used_tokens kv_available_tokens kv_evictable_tokens cached_tokens_total
         prompt_tokens_total generation_tokens_total time_to_first_token_seconds_bucket inter_token_latency_seconds_bucket
         e2e_request_latency_seconds_bucket queue_time_seconds_bucket per_stage_req_latency_seconds_bucket num_retracted_reqs
-        num_retracted_requests_total num_requests_total num_aborted_requests_total spec_accept_length""",
+        num_retracted_requests_total num_requests_total num_aborted_requests_total spec_accept_length
+        grammar_compilation_time_seconds_count num_grammar_timeout_total""",
 }
 
 
@@ -98,6 +103,10 @@ class StubEngine:
 
     def heartbeat_ages_s(self) -> dict[str, float]:
         return {"scheduler": 0.0, "worker-0": 0.25}
+
+    @property
+    def grammars(self) -> SimpleNamespace:
+        return SimpleNamespace(num_compilations=4, compile_s=0.5, num_failures=2, num_timeouts=1)
 
     def mailbox_depths(self) -> dict[str, int]:
         return {"scheduler": 7}
@@ -372,6 +381,10 @@ def test_gauges_of_the_engine() -> None:
     assert value(metrics, "actor_heartbeat_age_seconds", actor="worker-0") == 0.25
     assert value(metrics, "prefix_cache_granularity_tokens") == 4
     assert value(metrics, "kv_moved_blocks_total", kind="swap_out") == 2
+    assert value(metrics, "grammar_compilation_time_seconds_count") == 4
+    assert value(metrics, "grammar_compilation_time_seconds_sum") == 0.5
+    assert value(metrics, "num_grammar_failures_total") == 2
+    assert value(metrics, "num_grammar_timeout_total") == 1
     assert value(metrics, "engine_ready") == 1
     assert value(metrics, "build_info", version="1.2.3", model="m", layout="tp1dp1ep1", dtype="bfloat16", device="cpu") == 1
 
@@ -435,6 +448,24 @@ async def test_series_do_not_grow_with_requests() -> None:
         await load(engine)
         assert set(samples(metrics)) == before
         assert not any("client" in label for _, labels in before for _, label in labels)
+
+
+async def test_metrics_over_http() -> None:
+    config = ApiConfig(port=0, metrics_compat="vllm", api_keys=("sk-0123456789abcdef0123456789abcdef",))
+    async with open_server(config=config) as server:
+        key = {"authorization": f"Bearer {config.api_keys[0]}"}
+        body = {"model": "scripted", "prompt": [5, 6], "max_tokens": 3, "ignore_eos": True}
+        assert (await server.client.post("/v1/completions", json=body, headers=key)).status_code == 200
+        assert (await server.client.get("/no/such/path", headers=key)).status_code == 404
+        assert (await server.client.get("/metrics")).status_code == 401
+        answer = await server.client.get("/metrics", headers=key)
+        assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+        assert 'vllm:generation_tokens_total{engine="0",model_name="scripted"} 3.0' in answer.text
+        metrics = server.context.metrics
+        assert value(metrics, "http_requests_total", route="/v1/completions", status="200") == 1
+        assert value(metrics, "http_requests_total", route="/metrics", status="401") == 1
+        assert not any("/no/such" in label for _, labels in samples(metrics) for _, label in labels)
+        assert value(metrics, "http_open_streams") == 0
 
 
 def test_broken_books_are_counted_and_scraped_around(caplog: pytest.LogCaptureFixture) -> None:
