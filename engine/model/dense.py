@@ -5,6 +5,7 @@ Legend in engine.model.batch, attention's in kernels.attention_full.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,9 @@ from torch.nn import functional
 from engine.core.cache_config import CacheConfig
 from engine.core.errors import ConfigError, InvariantError
 from engine.core.plan import StepPeers
+from engine.core.sharding import RankPlace, held_kv_heads, held_part, holds
 from engine.core.specs import DenseSpec
+from engine.core.tensors import expected_tensors
 from engine.kernels import decode_cpu
 from engine.kernels.attention_full import AttentionPlan, attend, plan_attention
 from engine.kernels.rope import rope_frequencies, rope_rotation
@@ -23,6 +26,8 @@ from engine.model.batch import ForwardBatch
 from engine.model.dense_cache import DenseCache
 from engine.model.dense_linear import Linear
 from engine.model.dense_moe import MoeFeedForward, load_moe
+from engine.parallel.groups import ParallelGroups
+from engine.parallel.tensor import all_gather_vocabulary, all_reduce, embedding
 
 _FEW_ROWS = 64  # up to here the compiled row kernels, which use one core, beat torch's, which wake all of them
 
@@ -54,29 +59,42 @@ class _Layer:
 class DenseModel:
     """Implements base.Model. Weights are taken one by one; q, k, v and gate, up are stored stacked, one product each."""
 
-    def __init__(self, spec: DenseSpec, weights: WeightSource, *, dtype: torch.dtype, device: torch.device | str) -> None:
-        """Raises ConfigError for a spec this implementation cannot run."""
+    def __init__(
+        self,
+        spec: DenseSpec,
+        weights: WeightSource,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        groups: ParallelGroups | None = None,
+    ) -> None:
+        """Raises ConfigError for a spec this implementation cannot run, or cannot cut so. ``groups`` where a replica has several ranks."""
         if spec.head_dim % 2:
             raise ConfigError(f"{spec.name}: head_dim {spec.head_dim} is odd, rotary embedding needs pairs")
+        self.place = groups.place if groups else RankPlace()
+        self.place.validate_for(spec)
+        self.tensor = groups.tensor if groups else None
+        self.num_heads = spec.num_heads // self.place.layout.tp  # here; so is the next
+        self.num_kv_heads = held_kv_heads(spec, self.place)
         self.spec = spec
         self.dtype = dtype
         self.device = torch.device(device)
-        self._native = _native(spec, dtype, self.device)
-        load = _Loader(weights, dtype, self.device, self._native)
+        self._native = _native(spec, self.place, dtype, self.device)
+        load = _Loader(weights, spec, dtype, self.device, self._native, groups)
         self._embed_VD = load.get("model.embed_tokens.weight").contiguous()
         self._layers = [_load_layer(load, spec, layer) for layer in range(spec.num_layers)]
         self._norm_D = load.get("model.norm.weight")
         tied = spec.tie_word_embeddings
         self._head = Linear(self._embed_VD if tied else load.get("lm_head.weight"), native=self._native, shared=tied)
         self._fused: _Fused | None = None
-        if self._native is not None and spec.moe is None:
+        if self._native is not None and spec.moe is None and self.tensor is None:  # a sum over ranks interrupts it
             self._fused = _Fused(self._native, self._layers, self._norm_D, self._head, spec.rms_norm_eps)
         self.frequency_Q = rope_frequencies(spec.head_dim, spec.rope_theta, spec.rope_scaling).to(self.device)
         self._num_bytes = load.num_bytes
         self.rope_factor = spec.rope_scaling.attention_factor if spec.rope_scaling else 1.0
 
     def new_cache(self, config: CacheConfig) -> DenseCache:
-        return DenseCache(self.spec, config, dtype=self.dtype, device=self.device)
+        return DenseCache(self.spec, config, dtype=self.dtype, device=self.device, num_kv_heads=self.num_kv_heads)
 
     def num_bytes(self) -> int:
         """Device bytes of the weights as held, each once."""
@@ -85,8 +103,12 @@ class DenseModel:
     def draft(self, request: DraftRequest, cache: KVCache) -> DraftOutput:  # noqa: ARG002 (the protocol's signature)
         raise ConfigError(f"{self.spec.name}: a {self.spec.architecture} has no draft head")
 
+    @torch.inference_mode()
     def join(self, peers: StepPeers) -> None:
-        """Nothing: what tensor ranks exchange, they exchange among ranks with the same tokens."""
+        """Only experts are exchanged with ranks that have other tokens."""
+        for layer in self._layers:
+            if isinstance(layer.feed_forward, MoeFeedForward):
+                layer.feed_forward.join(peers.num_logit_rows if layer is self._layers[-1] else peers.num_tokens)
 
     def join_draft(self, peers: StepPeers) -> None:
         """Nothing: there is no draft."""
@@ -104,22 +126,38 @@ class DenseModel:
             captures = {"hidden": hidden_TD[batch.logit_rows_R]} if "hidden" in capture else None
             return ForwardOutput(logits_TV[batch.logit_rows_R], captures=captures)
         attention = _Attention(self, batch, cache, self._native if batch.decode_only else None)
-        x_TD = functional.embedding(batch.token_ids_T, self._embed_VD)
+        x_TD = self._embed(batch.token_ids_T)
+        peers = batch.peers
         for index, layer in enumerate(self._layers):
             attended_TD = attention(index, layer, layer.qkv(self._normed(x_TD, layer.attention_norm_D, few)))
             if some_rows and index == len(self._layers) - 1:  # what follows acts on rows alone, and nobody reads the others
                 attended_TD, x_TD = attended_TD[batch.logit_rows_R], x_TD[batch.logit_rows_R]
-            x_TD = layer.output.plus(attended_TD, x_TD)
-            x_TD = self._feed_forward(layer, x_TD, few)
+            x_TD = self._plus(layer.output, attended_TD, x_TD)
+            counts = () if peers is None else peers.num_logit_rows if index == len(self._layers) - 1 else peers.num_tokens
+            x_TD = self._feed_forward(layer, x_TD, few, counts)
         hidden_RD = self._normed(x_TD if some_rows else x_TD[batch.logit_rows_R], self._norm_D, few)
         captures = {"hidden": hidden_RD} if "hidden" in capture else None
-        return ForwardOutput(self._head.wide(hidden_RD), captures=captures)
+        logits_RV = self._head.wide(hidden_RD)
+        if self.tensor is not None:
+            logits_RV = all_gather_vocabulary(self.tensor, logits_RV, self.spec.vocab_size)
+        return ForwardOutput(logits_RV, captures=captures)
 
-    def _feed_forward(self, layer: _Layer, x_TD: Tensor, few: bool) -> Tensor:
+    def _embed(self, token_ids_T: Tensor) -> Tensor:
+        if self.tensor is None:
+            return functional.embedding(token_ids_T, self._embed_VD)
+        return embedding(self.tensor, token_ids_T, self._embed_VD, self.spec.vocab_size)
+
+    def _plus(self, linear: Linear, x_TX: Tensor, residual_TD: Tensor) -> Tensor:
+        """The product plus the residual; its inputs are split over the tensor ranks, which add up what they get."""
+        if self.tensor is None:
+            return linear.plus(x_TX, residual_TD)
+        return all_reduce(self.tensor, linear(x_TX)) + residual_TD
+
+    def _feed_forward(self, layer: _Layer, x_TD: Tensor, few: bool, num_tokens: Sequence[int]) -> Tensor:
         normed_TD, feed_forward = self._normed(x_TD, layer.mlp_norm_D, few), layer.feed_forward
         if isinstance(feed_forward, MoeFeedForward):
-            return x_TD + feed_forward(normed_TD)
-        return feed_forward.down.plus(self._gated(feed_forward.gate_up(normed_TD), few), x_TD)
+            return x_TD + feed_forward(normed_TD, num_tokens)
+        return self._plus(feed_forward.down, self._gated(feed_forward.gate_up(normed_TD), few), x_TD)
 
     def _normed(self, x_TD: Tensor, gain_D: Tensor, few: bool) -> Tensor:
         if few and self._native is not None:
@@ -133,10 +171,11 @@ class DenseModel:
         return functional.silu(gate_TF).mul_(up_TF)
 
 
-def _native(spec: DenseSpec, dtype: torch.dtype, device: torch.device) -> decode_cpu.DecodeKernels | None:
-    if device.type != "cpu" or dtype != torch.bfloat16 or spec.hidden_size % 16 or spec.intermediate_size % 16:
+def _native(spec: DenseSpec, place: RankPlace, dtype: torch.dtype, device: torch.device) -> decode_cpu.DecodeKernels | None:
+    tp = place.layout.tp
+    if device.type != "cpu" or dtype != torch.bfloat16 or spec.hidden_size % 16 or spec.intermediate_size % (16 * tp):
         return None
-    return decode_cpu.load(spec.head_dim, spec.num_heads // spec.num_kv_heads)
+    return decode_cpu.load(spec.head_dim, spec.num_heads // tp // held_kv_heads(spec, place))
 
 
 class _Fused:
@@ -167,8 +206,8 @@ class _Attention:
     """A step's attention with all that its layers share, from the stacked projections [T, (H + 2J) * d] to outputs [T, H * d]."""
 
     def __init__(self, model: DenseModel, batch: ForwardBatch, cache: DenseCache, native: decode_cpu.DecodeKernels | None) -> None:
-        spec = model.spec
-        self._spec, self._cache, self._batch = spec, cache, batch
+        self._spec, self._cache, self._batch = model.spec, cache, batch
+        self._num_heads, self._num_kv_heads = model.num_heads, model.num_kv_heads
         self._native = native if native is not None and decode_cpu.fits_block(cache.config.block_size) else None
         self._rotation_TQ2 = rope_rotation(batch.positions_T, model.frequency_Q, model.rope_factor)
         self._plan: AttentionPlan | None = None
@@ -180,7 +219,7 @@ class _Attention:
             batch.context_lens_B,
             batch.block_table_BM,
             block_size=cache.config.block_size,
-            num_heads=spec.num_heads,
+            num_heads=model.num_heads,
             decode_only=batch.decode_only,
             dtype=model.dtype,
         )
@@ -196,20 +235,36 @@ class _Attention:
                 qkv_TC, pool_2NJPd, self._table_BM, context_B, self._rotation_TQ2, layer.qk_gain_Hd, spec.rms_norm_eps
             )
         qkv_THd = qkv_TC.view(qkv_TC.shape[0], -1, spec.head_dim)
-        qk_THd = qkv_THd.narrow(1, 0, spec.num_heads + spec.num_kv_heads)
+        qk_THd = qkv_THd.narrow(1, 0, self._num_heads + self._num_kv_heads)
         _normalise_and_rotate_(qk_THd, layer.qk_gain_Hd, spec.rms_norm_eps, self._turn_T1Q)
-        self._cache.write(index, self._write_rows, qkv_THd.narrow(1, spec.num_heads, 2 * spec.num_kv_heads))
-        return attend(qkv_THd, self._cache.layer(index), self._plan, spec.num_heads)
+        self._cache.write(index, self._write_rows, qkv_THd.narrow(1, self._num_heads, 2 * self._num_kv_heads))
+        return attend(qkv_THd, self._cache.layer(index), self._plan, self._num_heads)
 
 
 class _Loader:
-    def __init__(self, weights: WeightSource, dtype: torch.dtype, device: torch.device, native: decode_cpu.DecodeKernels | None) -> None:
+    """Checkpoint tensors, the part of them that this rank holds, on the device."""
+
+    def __init__(
+        self,
+        weights: WeightSource,
+        spec: DenseSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        native: decode_cpu.DecodeKernels | None,
+        groups: ParallelGroups | None,
+    ) -> None:
         self._weights, self._dtype, self._device, self._native = weights, dtype, device, native
+        self.spec = spec
+        self.groups = groups
+        self.place = groups.place if groups else RankPlace()
+        self._expected = expected_tensors(spec)
         self.num_bytes = 0
 
     def get(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         # A copy, also where nothing changes: a view would keep the whole mapped file resident, and at its own alignment.
-        tensor = self._weights.get(name).to(self._device, dtype or self._dtype, copy=True)
+        part = held_part(self.spec, self.place, name, self._expected[name])
+        stored = self._weights.get(name) if part is None else self._weights.part(name, part.dim, part.start, part.stop)
+        tensor = stored.to(self._device, dtype or self._dtype, copy=True)
         self.num_bytes += tensor.numel() * tensor.element_size()
         return tensor
 
@@ -220,20 +275,21 @@ class _Loader:
             order = orders.get(name)
             weight = self.get(f"{prefix}.{name}.weight")
             weights.append(weight if order is None else weight[order])
-            if biased:
+            if biased and holds(self.spec, self.place, f"{prefix}.{name}.bias"):
                 bias = self.get(f"{prefix}.{name}.bias")
                 biases.append(bias if order is None else bias[order])
-        return Linear(torch.cat(weights), torch.cat(biases) if biased else None, self._native)
+        return Linear(torch.cat(weights), torch.cat(biases) if biases else None, self._native)
 
 
 def _load_layer(load: _Loader, spec: DenseSpec, index: int) -> _Layer:
     prefix = f"model.layers.{index}"
+    num_heads, num_kv_heads = spec.num_heads // load.place.layout.tp, held_kv_heads(spec, load.place)
     qk_gain_Hd = None
     pairs = _pair_order(spec.head_dim, 1)
     if spec.qk_norm:
         q_gain, k_gain = (load.get(f"{prefix}.self_attn.{name}_norm.weight")[pairs] for name in ("q", "k"))
-        qk_gain_Hd = torch.cat((q_gain.expand(spec.num_heads, -1), k_gain.expand(spec.num_kv_heads, -1)))
-    orders = {"q_proj": _pair_order(spec.head_dim, spec.num_heads), "k_proj": _pair_order(spec.head_dim, spec.num_kv_heads)}
+        qk_gain_Hd = torch.cat((q_gain.expand(num_heads, -1), k_gain.expand(num_kv_heads, -1)))
+    orders = {"q_proj": _pair_order(spec.head_dim, num_heads), "k_proj": _pair_order(spec.head_dim, num_kv_heads)}
     return _Layer(
         attention_norm_D=load.get(f"{prefix}.input_layernorm.weight"),
         qkv=load.stacked(f"{prefix}.self_attn", ("q_proj", "k_proj", "v_proj"), spec.attention_bias, orders),

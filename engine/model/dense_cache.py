@@ -13,19 +13,22 @@ from engine.core.specs import DenseSpec
 class DenseCache:
     """Implements base.KVCache: ``kv_L2NJPd`` [layers, key/value, blocks, kv heads, tokens per block, head_dim]; no per-sequence state."""
 
-    def __init__(self, spec: DenseSpec, config: CacheConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, spec: DenseSpec, config: CacheConfig, *, dtype: torch.dtype, device: torch.device, num_kv_heads: int | None = None
+    ) -> None:
+        """``num_kv_heads`` where this rank has not all of them."""
         self.config = config
-        self._num_kv_heads = spec.num_kv_heads
-        shape = (spec.num_layers, 2, config.num_blocks, spec.num_kv_heads, config.block_size, spec.head_dim)
+        self._num_kv_heads = num_kv_heads = num_kv_heads or spec.num_kv_heads
+        shape = (spec.num_layers, 2, config.num_blocks, num_kv_heads, config.block_size, spec.head_dim)
         # Zeros, not empty: a masked position still meets weight 0, and 0 times a stray NaN would be NaN.
         self._kv_L2NJPd = torch.zeros(shape, dtype=dtype, device=device)
         self._layers = list(self._kv_L2NJPd)
         self._rows = [layer.view(-1, spec.head_dim) for layer in self._layers]
         host_shape = (spec.num_layers, 2, config.num_host_blocks, *shape[3:])
         self._host_L2NJPd = torch.zeros(host_shape, dtype=dtype, pin_memory=device.type == "cuda" and config.num_host_blocks > 0)
-        rows_per_block = spec.num_kv_heads * config.block_size
+        rows_per_block = num_kv_heads * config.block_size
         side_2 = torch.arange(2, device=device) * (config.num_blocks * rows_per_block)
-        self._head_offsets_2J = side_2.unsqueeze(1) + torch.arange(spec.num_kv_heads, device=device) * config.block_size
+        self._head_offsets_2J = side_2.unsqueeze(1) + torch.arange(num_kv_heads, device=device) * config.block_size
 
     def layer(self, index: int) -> Tensor:
         """The pool [2, N, J, P, d] of one layer."""
