@@ -68,6 +68,11 @@ def naming(names: Mapping[str, str]) -> Iterator[None]:
         raise RequestError(str(error), param=names[error.param], code=error.code) from None
 
 
+def grammar_names(request: SamplingFields) -> dict[str, str]:
+    """For ``naming``: grammars are refused as "response_format", whichever field asked for them."""
+    return {"response_format": "structured_outputs"} if request.structured_outputs is not None else {}
+
+
 def max_tokens_of(name: str, requested: int | None, num_prompt_tokens: int, context_length: int, *, prompt_name: str) -> int:
     """How many tokens may be generated: what was asked for, else what the prompt leaves of the context."""
     room = context_length - num_prompt_tokens

@@ -10,6 +10,7 @@ import trio
 
 from engine.actors.gateway import Gateway, Generation
 from engine.actors.stream import Output, RequestStream
+from engine.api.call import Call
 from engine.api.errors import ApiError
 from engine.core.errors import TwinferError
 
@@ -112,11 +113,15 @@ class OpenStreams:
 
 
 @contextlib.asynccontextmanager
-async def open_streams(engine: Gateway, generations: Sequence[Generation]) -> AsyncIterator[OpenStreams]:
+async def open_streams(engine: Gateway, call: Call, generations: Sequence[Generation]) -> AsyncIterator[OpenStreams]:
     """Admit all of them or none; leaving the context ends all of them. The generations' ``n`` is the same."""
     async with contextlib.AsyncExitStack() as stack:
         streams = [await stack.enter_async_context(engine.generate(generation)) for generation in generations]
         opened = OpenStreams(streams, generations[0].n)
         if len(streams) > 1:
             await stack.enter_async_context(opened.merged())
-        yield opened
+        try:
+            yield opened
+        finally:
+            usage = opened.usage()
+            call.notes |= {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}

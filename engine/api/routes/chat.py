@@ -20,6 +20,7 @@ from engine.api.sampling import (
     check_number,
     check_top_logprobs,
     generation_of,
+    grammar_names,
     max_tokens_of,
     naming,
 )
@@ -75,8 +76,8 @@ async def chat_completions(context: ApiContext, call: Call) -> None:
     check_model(context, request.model)
     _check(request, context)
     chat = chat_input_of(request, context.config)
-    prepared = await prepare(context, lambda chat_format: chat_format.prepare(chat))
-    with naming({"prompt": "messages"}):
+    with naming({"prompt": "messages"} | grammar_names(request)):
+        prepared = await prepare(context, lambda chat_format: chat_format.prepare(chat))
         prompt = prepared.prompt
         if isinstance(prompt, str):
             special = prepared.add_special_tokens if request.add_special_tokens is None else request.add_special_tokens
@@ -93,7 +94,7 @@ async def chat_completions(context: ApiContext, call: Call) -> None:
             grammar=prepared.grammar,
             skip_special_tokens=prepared.skip_special_tokens,
         )
-        async with open_streams(context.engine, [generation]) as streams:
+        async with open_streams(context.engine, call, [generation]) as streams:
             names = TokenNames(context.engine.tokenizer)
             samples = [ChatSample(index, prepared.make_parser(), names, generation.params.logprobs) for index in range(generation.n)]
             has_reasoning = context.chat_format is not None and context.chat_format.has_reasoning

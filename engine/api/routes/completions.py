@@ -19,8 +19,10 @@ from engine.api.sampling import (
     check_top_logprobs,
     constraint_of,
     generation_of,
+    grammar_names,
     in_thread,
     max_tokens_of,
+    naming,
 )
 from engine.api.schema.common import StreamOptions, decode, not_implemented
 from engine.api.schema.completions import COMPLETION_DECODER, CompletionRequest
@@ -57,17 +59,20 @@ async def completions(context: ApiContext, call: Call) -> None:
     check_model(context, request.model)
     prompts = _check(request, context)
     constraint = constraint_of(request.response_format, request.structured_outputs, context.config)
-    grammar = None if constraint is None else await in_thread(lambda: grammar_of(constraint))
-    generations = [await _generation(request, context, call, prompt, grammar) for prompt in prompts]
-    echoed = [_echoed(context, prompt) if request.echo else "" for prompt in prompts]
-    async with open_streams(context.engine, generations) as streams:
-        choices = [
-            _Choice(context, generation, text) for generation, text in zip(generations, echoed, strict=True) for _ in range(generation.n)
-        ]
-        if request.stream:
-            await _stream(call, request, streams, choices)
-        else:
-            await call.send_json(await _collect(call, request, streams, choices))
+    with naming(grammar_names(request)):
+        grammar = None if constraint is None else await in_thread(lambda: grammar_of(constraint))
+        generations = [await _generation(request, context, call, prompt, grammar) for prompt in prompts]
+        echoed = [_echoed(context, prompt) if request.echo else "" for prompt in prompts]
+        async with open_streams(context.engine, call, generations) as streams:
+            choices = [
+                _Choice(context, generation, text)
+                for generation, text in zip(generations, echoed, strict=True)
+                for _ in range(generation.n)
+            ]
+            if request.stream:
+                await _stream(call, request, streams, choices)
+            else:
+                await call.send_json(await _collect(call, request, streams, choices))
 
 
 def _check(request: CompletionRequest, context: ApiContext) -> list[Prompt]:

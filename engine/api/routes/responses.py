@@ -18,6 +18,7 @@ from engine.api.sampling import (
     check_model,
     check_top_logprobs,
     generation_of,
+    grammar_names,
     max_tokens_of,
     naming,
 )
@@ -33,7 +34,7 @@ async def responses(context: ApiContext, call: Call) -> None:
     request = decode(call.body, RESPONSES_DECODER)
     check_model(context, request.model)
     _check(request)
-    with naming(_NAMES):
+    with naming(_NAMES | grammar_names(request)):
         chat = chat_input_of(request, context.config)
         prepared = await prepare(context, lambda chat_format: chat_format.prepare_responses(raw_body(call.body), chat))
         prompt = prepared.prompt
@@ -51,7 +52,7 @@ async def responses(context: ApiContext, call: Call) -> None:
             grammar=prepared.grammar,
             skip_special_tokens=prepared.skip_special_tokens,
         )
-        async with open_streams(context.engine, [generation]) as streams:
+        async with open_streams(context.engine, call, [generation]) as streams:
             sample = ChatSample(0, prepared.make_parser(), TokenNames(context.engine.tokenizer), generation.params.logprobs)
             builder = ResponseBuilder(_response(request, call, generation.params))
             if request.stream:
