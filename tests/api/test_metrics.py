@@ -50,7 +50,7 @@ INFO = ServerInfo(
 
 # Everything a dashboard may rely on: the samples of the exposition without their labels, buckets left out.
 DOCUMENTED = """
-" actor_heartbeat_age_seconds actor_mailbox_depth build_info e2e_request_latency_seconds_count e2e_request_latency_seconds_sum
+actor_heartbeat_age_seconds actor_mailbox_depth build_info e2e_request_latency_seconds_count e2e_request_latency_seconds_sum
 engine_ready generation_tokens_total grammar_compilation_time_seconds_count grammar_compilation_time_seconds_sum http_open_streams
 http_requests_total inter_token_latency_seconds_count inter_token_latency_seconds_sum invariant_violations_total
 iteration_tokens_total_count iteration_tokens_total_sum kv_capacity_tokens kv_evictable_tokens kv_free_tokens kv_host_capacity_tokens
