@@ -6,8 +6,16 @@ import argparse
 from typing import Any
 
 from engine.cli.common import add_common_arguments, add_engine_arguments, human_bytes, log, print_config, print_json, resolve_options
-from engine.core.counts import active_parameters, attention_flops, count_parameters, gemm_flops, kv_bytes_per_token, native_kv_format
-from engine.core.memory import MemoryPlan
+from engine.core.counts import (
+    active_parameters,
+    attention_flops,
+    count_parameters,
+    gemm_flops,
+    kv_bytes_per_token,
+    native_kv_format,
+    step_weight_bytes,
+)
+from engine.core.memory import DTYPE_BYTES, MemoryPlan
 from engine.core.specs import ModelSpec, V41Spec
 
 
@@ -93,6 +101,7 @@ def describe(spec: ModelSpec, memory: MemoryPlan, dtype: str) -> dict[str, Any]:
         "active_parameters": active_parameters(spec),
         "gemm_flops_per_token": gemm_flops(spec).total,
         "attention_flops_per_token": {str(context): attention_flops(spec, context) for context in (1024, spec.max_positions)},
+        "weight_bytes_per_step": {str(tokens): step_weight_bytes(spec, tokens, DTYPE_BYTES[dtype]) for tokens in (1, 8, 64, 1024)},
         "kv_bytes_per_token": memory.block_bytes / memory.block_size,
         "kv_bytes_per_token_packed": kv_bytes_per_token(spec, kv_format=kv_format),
         "memory_bytes": {
@@ -108,12 +117,14 @@ def print_description(description: dict[str, Any]) -> None:
     memory = description["memory_bytes"]
     cache = description["cache"]
     attention = description["attention_flops_per_token"]
+    reads = description["weight_bytes_per_step"]
     rows = [
         ("model", f"{description['model']} ({description['architecture']}, {description['layers']} layers)"),
         ("parameters", f"{description['parameters']:,}, of which a token uses {description['active_parameters']:,}"),
         ("weights", f"{human_bytes(memory['weights'])} as {description['dtype']}"),
         ("matrix FLOPs", f"{description['gemm_flops_per_token']:,} per decoded token"),
         ("attention FLOPs", ", ".join(f"{flops:,.0f} at {int(context):,} tokens" for context, flops in attention.items())),
+        ("weights read", ", ".join(f"{human_bytes(int(read))} by a step of {tokens}" for tokens, read in reads.items())),
         ("KV per token", f"{description['kv_bytes_per_token']:,.0f} B here; {description['kv_bytes_per_token_packed']:,.0f} B packed"),
         ("KV capacity", f"{cache.num_blocks * cache.block_size:,} tokens in {cache.num_blocks} blocks, {human_bytes(memory['kv'])}"),
         (

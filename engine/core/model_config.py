@@ -14,6 +14,7 @@ DENSE_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM
 V41_ARCHITECTURE = "DeepseekV41ForCausalLM"
 MAX_DIMENSION = 1 << 24  # no tensor side of a real model comes near it; stops absurd allocations at the door
 MAX_LAYERS = 1024
+MAX_EXPERTS = 1 << 18  # of all layers together; each is three named tensors, and the largest models have some 20,000
 MAX_ROWS = 1 << 40
 
 
@@ -63,6 +64,10 @@ class _Reader:
         """A switch this project implements in one position only; absent means that position."""
         if self.values.get(key, expected) != expected:
             raise self.refuse(key, repr(expected))
+
+    def experts(self, key: str, layers: int) -> int:
+        """Experts of one of ``layers`` layers."""
+        return self.integer(key, 1, MAX_EXPERTS // layers)
 
     def child(self, key: str) -> _Reader:
         value = self.values.get(key)
@@ -177,7 +182,7 @@ def _moe_spec(reader: _Reader, layers: int) -> MoeSpec | None:
     step = reader.integer("decoder_sparse_step", 1, MAX_DIMENSION, 1)
     plain = () if reader.values.get("mlp_only_layers") is None else reader.integers("mlp_only_layers", 0, layers - 1)
     moe = MoeSpec(
-        num_experts=reader.integer("num_experts"),
+        num_experts=reader.experts("num_experts", layers),
         experts_per_token=reader.integer("num_experts_per_tok"),
         intermediate_size=reader.integer("moe_intermediate_size"),
         normalise_weights=reader.boolean("norm_topk_prob", False),
@@ -227,7 +232,7 @@ def _v41_spec(top: _Reader, name: str) -> V41Spec:
         hc_mult=reader.integer("hc_mult", 1, 64),
         hc_sinkhorn_iters=reader.integer("hc_sinkhorn_iters", 1, 1000),
         hc_eps=reader.real("hc_eps", 0.0, 1.0),
-        num_experts=reader.integer("n_routed_experts"),
+        num_experts=reader.experts("n_routed_experts", layers),
         experts_per_token=reader.integer("num_experts_per_tok"),
         num_shared_experts=reader.integer("n_shared_experts", 0, 64),
         moe_intermediate_size=reader.integer("moe_intermediate_size"),
@@ -265,6 +270,6 @@ def _dspark_spec(reader: _Reader, last: int) -> DSparkSpec:
         target_layer_ids=reader.integers("dspark_target_layer_ids", 0, last),
         markov_rank=reader.integer("dspark_markov_rank"),
         noise_token_id=reader.integer("dspark_noise_token_id", 0),
-        num_experts=reader.integer("dspark_n_routed_experts"),
+        num_experts=reader.experts("dspark_n_routed_experts", reader.integer("num_nextn_predict_layers", 1, 64)),
         experts_per_token=reader.integer("dspark_num_experts_per_tok"),
     )

@@ -18,10 +18,10 @@ from dataclasses import asdict, dataclass
 import torch
 
 from engine.core.cache_config import CacheConfig
+from engine.core.counts import kv_bytes_per_token, step_weight_bytes
 from engine.core.plan import PlanItem, RankPlan, SequenceStart
 from engine.core.sampling import SamplingParams
 from engine.core.specs import DenseSpec
-from engine.core.tensors import expected_tensors
 from engine.model.dense import DenseModel
 from engine.model.load import load_model
 from engine.model.runner import Runner
@@ -103,14 +103,9 @@ def measure(model: DenseModel, sequences: int, prompt_tokens: int, new_tokens: i
     )
 
 
-def floor_bytes(spec: DenseSpec, sequences: int, context_tokens: int, element_bytes: int) -> int:
-    """Bytes a decode step cannot avoid reading: every weight but the embedding's rows (a tied one is the head), and the KV."""
-    tensors = expected_tensors(spec)
-    weights = sum(tensor.num_elements for tensor in tensors.values())
-    if not spec.tie_word_embeddings:
-        weights -= tensors["model.embed_tokens.weight"].num_elements
-    kv = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * sequences * context_tokens
-    return (weights + kv) * element_bytes
+def floor_bytes(spec: DenseSpec, sequences: int, context_tokens: int, element_bytes: int) -> float:
+    """Bytes a decode step cannot avoid reading: every weight (of routed experts the touched ones; of a table its rows), and the KV."""
+    return step_weight_bytes(spec, sequences, element_bytes) + sequences * context_tokens * kv_bytes_per_token(spec, element_bytes)
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ FIXTURES = Path(__file__).parents[1] / "fixtures"
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", [[], ["--chunk", "7"], ["--decode-from", "9"]])
-@pytest.mark.parametrize("name", ["v41_csa2_plain", "v41_engram", "v41_ragged_greedy"])
+@pytest.mark.parametrize("name", ["v41_csa2_plain", "v41_engram", "v41_ragged_greedy", "qwen3_moe", "qwen3_moe_mixed"])
 def test_fixture_logits(name: str, way: list[str], tmp_path: Path) -> None:
     folder, out = FIXTURES / name, tmp_path / "out.safetensors"
     arguments = ["--inputs", str(folder / "inputs.safetensors"), "--out", str(out), "--cache-rounding", "off", "--device", "cuda"]

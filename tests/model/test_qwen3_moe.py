@@ -276,6 +276,7 @@ def test_which_layers_have_experts() -> None:
     [
         ({"num_experts": 0}, "num_experts is 0; allowed: an integer from 1"),
         ({"num_experts": None}, "num_experts is None"),
+        ({"num_experts": 1 << 20}, "num_experts is 1048576; allowed: an integer from 1 to 43690"),  # of 6 layers, each with so many tensors
         ({"num_experts_per_tok": 7}, "num_experts_per_tok 7 exceeds num_experts 6"),
         ({"moe_intermediate_size": True}, "moe_intermediate_size is True"),
         ({"norm_topk_prob": 1}, "norm_topk_prob is 1; allowed: true or false"),
