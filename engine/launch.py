@@ -18,6 +18,7 @@ from engine.core.errors import ConfigError
 from engine.core.layout import Deployment, parse_layout
 from engine.core.memory import MemoryPlan, blocks_for, held_weight_bytes, plan_memory, smallest_block_multiple
 from engine.core.scheduler_config import SchedulerConfig
+from engine.core.sharding import RankPlace
 from engine.core.specs import ModelSpec, V41Spec
 from engine.device import DeviceInfo, resolve_device
 from engine.model.files import ModelFiles, read_model_files
@@ -73,18 +74,20 @@ def plan_launch(options: Resolved, spec: ModelSpec, model: str, *, to_run: bool 
     if to_run and options["load_format"] != "random":
         require_weights(model)
     layout = parse_layout(options["layout"])
-    _refuse_what_is_not_built(options, layout)
+    place = _place(options, layout, spec)
     device = resolve_device(options["device"])
     dtype = _auto_dtype(spec, device) if options["dtype"] == "auto" else options["dtype"]
-    budget_bytes = int(device.free_bytes * options["mem_fraction_static"])
+    # The ranks of a CPU share its memory; each GPU has its own.
+    free_bytes = device.free_bytes // (place.num_ranks if device.device == "cpu" else 1)
+    budget_bytes = int(free_bytes * options["mem_fraction_static"])
     if device.device == "cpu":
-        budget_bytes = min(int(budget_bytes * CPU_SHARE), held_weight_bytes(spec, dtype) + CPU_KV_BYTES)
-    cache = _cache_config(options, spec, dtype, budget_bytes)
-    memory = plan_memory(spec, cache, dtype)
-    if memory.total_bytes > device.free_bytes:
+        budget_bytes = min(int(budget_bytes * CPU_SHARE), held_weight_bytes(spec, dtype, place) + CPU_KV_BYTES)
+    cache = _cache_config(options, spec, dtype, budget_bytes, place)
+    memory = plan_memory(spec, cache, dtype, place)
+    if memory.total_bytes > free_bytes:
         raise ConfigError(
-            f"weights {memory.weight_bytes} B and KV {memory.cache_bytes} B exceed the {device.free_bytes} B free on {device.device}; "
-            "lower --max-total-tokens or --max-running-requests"
+            f"weights {memory.weight_bytes} B and KV {memory.cache_bytes} B of a rank exceed the {free_bytes} B free for it on "
+            f"{device.device}; lower --max-total-tokens or --max-running-requests"
         )
     scheduler = SchedulerConfig(
         cache=cache,
@@ -93,26 +96,15 @@ def plan_launch(options: Resolved, spec: ModelSpec, model: str, *, to_run: bool 
         draft_tokens=options["draft_tokens"],
         has_sequence_state=spec.has_sequence_state,
         prefix_caching=not options["disable_radix_cache"],
+        num_ranks=place.layout.dp,
         order_policy=options["order_policy"],
+        rank_policy=options["rank_policy"],
         eviction_policy=options["eviction_policy"],
         max_waiting=options["max_waiting_requests"],
         swap_threshold_tokens=max(options["swap_threshold_tokens"], 1) if cache.num_host_blocks else None,
     )
-    worker = WorkerConfig(
-        name="worker-0",
-        model=model,
-        cache=cache,
-        dtype=dtype,
-        device=device.device,
-        layout=options["layout"],
-        load_format=options["load_format"],
-        random_seed=options["random_seed"] or 0,
-        num_threads=options["num_threads"] or len(os.sched_getaffinity(0)),
-        cache_rounding=options["cache_rounding"] == "on",
-        engram=options["engram"],
-    )
     config = EngineConfig(
-        workers=(worker,),
+        workers=_workers(options, place, cache, model, dtype, device),
         scheduler=scheduler,
         supervision=SupervisionConfig(
             heartbeat_interval_s=min(0.5, options["heartbeat_timeout"] / 2),
@@ -123,7 +115,7 @@ def plan_launch(options: Resolved, spec: ModelSpec, model: str, *, to_run: bool 
             on_worker_death=options["on_worker_death"],
         ),
         gateway=GatewayConfig(
-            max_requests=options["max_waiting_requests"] + options["max_running_requests"],
+            max_requests=options["max_waiting_requests"] + options["max_running_requests"] * place.layout.dp,
             seed=options["random_seed"],
         ),
     )
@@ -136,20 +128,59 @@ def _auto_dtype(spec: ModelSpec, device: DeviceInfo) -> str:
     return "float32" if isinstance(spec, V41Spec) and device.device == "cpu" else "bfloat16"
 
 
-def _refuse_what_is_not_built(options: Resolved, layout: Deployment) -> None:
+def _place(options: Resolved, layout: Deployment, spec: ModelSpec) -> RankPlace:
+    """The first rank's place; the others differ by their number alone. Raises ConfigError for what this release or the model cannot do."""
     reason = layout.why_not_runnable()
     if reason is not None:
         raise ConfigError(reason)
-    if options["engram"] == "host":
-        raise ConfigError("--engram host is not available in this release; on one rank 'gpu' and 'replicated' are the same")
-    for name in ("redundant_experts", "draft_redundant_experts"):
-        if options[name]:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} {options[name]} needs expert parallelism, which this release does not run; use 0"
+    place = RankPlace(
+        layout=layout.decode.unit,
+        engram=options["engram"],
+        redundant_experts=options["redundant_experts"],
+        draft_redundant_experts=options["draft_redundant_experts"],
+    )
+    place.validate_for(spec)
+    return place
+
+
+def _workers(
+    options: Resolved, first: RankPlace, cache: CacheConfig, model: str, dtype: str, device: DeviceInfo
+) -> tuple[WorkerConfig, ...]:
+    """One process a rank: on a GPU of its own, or on its share of the cores."""
+    cores = sorted(os.sched_getaffinity(0))
+    share = max(1, len(cores) // first.num_ranks)
+    on_cpu = device.device == "cpu"
+    apart = on_cpu and first.num_ranks > 1 and share * first.num_ranks <= len(cores)
+    workers = []
+    for rank in range(first.num_ranks):
+        place = msgspec.structs.replace(first, rank=rank)
+        workers.append(
+            WorkerConfig(
+                name=f"worker-{rank}",
+                model=model,
+                cache=cache,
+                dtype=dtype,
+                device=device.device if on_cpu or first.num_ranks == 1 else f"cuda:{rank}",
+                layout=str(first.layout),
+                rank=rank,
+                num_ranks=first.num_ranks,
+                data_rank=place.data_rank,
+                tensor_rank=place.tensor_rank,
+                collective_timeout_s=options["collective_timeout"],
+                cpu_cores=tuple(cores[rank * share : (rank + 1) * share]) if apart else (),
+                load_format=options["load_format"],
+                random_seed=options["random_seed"] or 0,
+                num_threads=options["num_threads"] or share,
+                cache_rounding=options["cache_rounding"] == "on",
+                engram=options["engram"],
+                redundant_experts=options["redundant_experts"],
+                draft_redundant_experts=options["draft_redundant_experts"],
             )
+        )
+    return tuple(workers)
 
 
-def _cache_config(options: Resolved, spec: ModelSpec, dtype: str, budget_bytes: int) -> CacheConfig:
+def _cache_config(options: Resolved, spec: ModelSpec, dtype: str, budget_bytes: int, place: RankPlace) -> CacheConfig:
     block_size = options["block_size"]
     multiple = smallest_block_multiple(spec)
     if block_size % multiple:
@@ -182,7 +213,7 @@ def _cache_config(options: Resolved, spec: ModelSpec, dtype: str, budget_bytes: 
     else:
         # More blocks than every slot at full length could use would only cost memory.
         useful = max_running * base.max_blocks_per_sequence
-        num_blocks = min(blocks_for(spec, base, dtype, budget_bytes), useful)
+        num_blocks = min(blocks_for(spec, base, dtype, budget_bytes, place), useful)
     changes: dict[str, Any] = {"num_blocks": num_blocks}
     if options["context_length"] is None:
         changes["context_length"] = min(base.context_length, num_blocks * block_size)

@@ -57,7 +57,7 @@ def test_help_is_printed(capsys: pytest.CaptureFixture[str], command: list[str])
         (["generate", ENGRAM], ["--prompt"]),
         (["generate", ENGRAM, "--prompt", "x", "--temperature", "-1"], ["--temperature", "'-1'", "0 to 100"]),
         (["generate", ENGRAM, "--prompt", "x", "--layout", "tp1dp3ep2"], ["ep 2 does not divide"]),
-        (["generate", ENGRAM, "--prompt", "x", "--layout", "tp1dp2ep2"], ["tp1dp2ep2", "this release runs one worker"]),
+        (["generate", ENGRAM, "--prompt", "x", "--layout", "2x(tp1dp1)"], ["2x(tp1dp1ep1)", "this release runs one replica"]),
         (["generate", ENGRAM, "--prompt", "x", "--engram", "host"], ["--engram host"]),
         (["generate", ENGRAM, "--prompt", "x", "--redundant-experts", "2"], ["--redundant-experts 2"]),
         (["generate", ENGRAM, "--prompts-file", "/no/such/file"], ["/no/such/file"]),

@@ -16,7 +16,8 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     """What one worker process loads; it travels in the Start message.
 
     ``rank`` counts the processes of the replica, ``data_rank`` the RankPlan of a StepPlan that this process executes. The
-    members of one tensor-parallel group share a ``data_rank``; only the one with ``tensor_rank`` 0 reports tokens.
+    members of one tensor-parallel group share a ``data_rank``; only the one with ``tensor_rank`` 0 reports tokens. ``rendezvous`` is
+    where they meet, None for a replica of one process; a path is made anew for each generation of workers.
     """
 
     name: str
@@ -29,7 +30,9 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     num_ranks: int = 1
     data_rank: int = 0
     tensor_rank: int = 0
-    rendezvous_path: str | None = None
+    rendezvous: str | None = None
+    collective_timeout_s: float = 60.0
+    cpu_cores: tuple[int, ...] = ()  # those this process may run on; empty: all
     load_format: Literal["auto", "random"] = "auto"
     random_seed: int = 0
     num_threads: int | None = None

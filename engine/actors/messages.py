@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, Union
 import msgspec
 
 from engine.actors.config import WorkerConfig
-from engine.core.plan import RankPlan, RankResult, RequestId
+from engine.core.plan import RankPlan, RankResult, RequestId, StepPeers
 from engine.core.request import Request
 from engine.core.sampling import SamplingParams
 
@@ -48,10 +48,11 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
 
 
 class Execute(msgspec.Struct, frozen=True, tag=True):
-    """This rank's part of one StepPlan."""
+    """This rank's part of one StepPlan. ``peers`` says what the others do in it, where the replica has several ranks."""
 
     step: int
     plan: RankPlan
+    peers: StepPeers | None = None
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):

@@ -12,11 +12,13 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NoReturn, assert_never
 
+import msgspec
 import trio
 
 from engine.actors.channel import TrioChannel
@@ -37,7 +39,7 @@ from engine.actors.messages import (
     WorkerReply,
 )
 from engine.core.errors import ConfigError, InvariantError, TwinferError, WorkerError
-from engine.core.plan import RankResult, StepPlan, StepResult
+from engine.core.plan import RankResult, StepPlan, StepResult, step_peers
 
 WORKER_MODULE = "engine.actors.worker_main"
 # Called with a worker's name, the parameters it has read, and those there are.
@@ -279,8 +281,9 @@ class WorkerGroup:
             await worker.send(command)
 
     async def send_plan(self, plan: StepPlan) -> None:
+        peers = step_peers(plan) if len(self.workers) > 1 else None
         for worker in self.workers:
-            await worker.send(Execute(plan.step, plan.ranks[worker.config.data_rank]))
+            await worker.send(Execute(plan.step, plan.ranks[worker.config.data_rank], peers))
 
     async def receive_result(self, plan: StepPlan) -> StepResult:
         """Every worker's result of ``plan``. The slowest one makes the step, so the order of asking costs nothing."""
@@ -308,8 +311,12 @@ async def open_workers(
     """Spawn and load all workers together (their collectives need all of them), and stop every one of them on the way out."""
     workers: list[Worker] = []
     graceful = False
+    meeting = tempfile.TemporaryDirectory(prefix="twinfer-") if len(configs) > 1 else None
     try:
         for config in configs:
+            if meeting is not None:
+                # A file of its own for each generation: what the last one left in it would confuse the next.
+                config = msgspec.structs.replace(config, rendezvous=str(Path(meeting.name, "rendezvous")))
             workers.append(Worker(config, supervision, module))
         infos: dict[str, Ready] = {}
 
@@ -327,6 +334,8 @@ async def open_workers(
             async with trio.open_nursery() as nursery:
                 for worker in workers:
                     nursery.start_soon(partial(worker.stop, graceful=graceful))
+        if meeting is not None:
+            meeting.cleanup()
 
 
 def _spawn(module: str, plan_fd: int, heartbeat_fd: int) -> subprocess.Popen[bytes]:

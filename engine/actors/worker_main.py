@@ -41,7 +41,7 @@ from engine.actors.messages import (
     WorkerReply,
 )
 from engine.core.errors import ConfigError
-from engine.core.plan import RankPlan, RankResult, RequestId
+from engine.core.plan import RankPlan, RankResult, RequestId, StepPeers
 from engine.core.sampling import SamplingParams
 
 EXIT_OK = 0
@@ -75,7 +75,7 @@ class Runner(Protocol):
         """Begin to compile a grammar beside the steps; returns at once."""
         ...
 
-    def execute(self, step: int, plan: RankPlan) -> RankResult: ...
+    def execute(self, step: int, plan: RankPlan, peers: StepPeers | None) -> RankResult: ...
 
     def take_components(self) -> tuple[tuple[str, float], ...]:
         """Where the time of the last step went, by component; empty where it is not timed."""
@@ -96,6 +96,8 @@ def serve(channel: _Channel, build: RunnerFactory) -> int:
         first = channel.receive()
         if not isinstance(first, Start):
             raise TypeError(f"the first command is {type(first).__name__}, not Start")
+        if first.config.cpu_cores:
+            os.sched_setaffinity(0, first.config.cpu_cores)  # before numeric libraries count the cores and start threads
         begin_s = time.perf_counter()
         runner = build(first.config, lambda done_parameters, total_parameters: channel.send(Loading(done_parameters, total_parameters)))
         ready = Ready(
@@ -112,10 +114,10 @@ def serve(channel: _Channel, build: RunnerFactory) -> int:
         while True:
             command = channel.receive()
             match command:
-                case Execute(step=step, plan=plan):
+                case Execute(step=step, plan=plan, peers=peers):
                     during = f"step {step}"
                     begin_s = time.perf_counter()
-                    result = runner.execute(step, plan)
+                    result = runner.execute(step, plan, peers)
                     forward_s = time.perf_counter() - begin_s
                     channel.send(Executed(step, result, forward_s, runner.take_components()))
                 case Register(request=request, tokens=tokens, params=params, seed=seed):

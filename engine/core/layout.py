@@ -61,9 +61,15 @@ class Layout(msgspec.Struct, frozen=True):
                 ("n_routed_experts", spec.num_experts, "ep", self.ep),
                 ("moe_intermediate_size", spec.moe_intermediate_size, "tp*dp/ep", self.expert_tp),
             ]
+            shared = spec.num_shared_experts * spec.moe_intermediate_size
+            divisions.append(("the shared experts' width", shared, "tp", self.tp))
             if spec.dspark:
                 divisions.append(("dspark_n_routed_experts", spec.dspark.num_experts, "ep", self.ep))
         elif isinstance(spec, DenseSpec):
+            if self.tp < spec.num_kv_heads:
+                divisions.append(("num_key_value_heads", spec.num_kv_heads, "tp", self.tp))
+            elif self.tp % spec.num_kv_heads:
+                raise ConfigError(f"layout {self}: tp is not a multiple of num_key_value_heads {spec.num_kv_heads} of {spec.name}")
             if spec.num_moe_layers < spec.num_layers:
                 divisions.append(("intermediate_size", spec.intermediate_size, "tp", self.tp))
             if spec.moe is not None:
@@ -122,8 +128,8 @@ class Deployment(msgspec.Struct, frozen=True):
             return f"layout {self}: a prefill/decode split is not run by this release"
         if unit.pp > 1:
             return f"layout {self}: pipeline parallelism (pp{unit.pp}) is not run by this release"
-        if self.num_gpus > 1:
-            return f"layout {self}: this release runs one worker (tp1dp1ep1), not {self.num_gpus}"
+        if self.decode.count > 1:
+            return f"layout {self}: this release runs one replica, not {self.decode.count}"
         return None
 
 

@@ -13,11 +13,14 @@ import torch
 from torch import Tensor
 
 from engine.core.errors import ConfigError
+from engine.core.memory import ONE_RANK
+from engine.core.sharding import RankPlace
 from engine.core.specs import DenseSpec, ModelSpec
 from engine.core.tensors import EMBEDDING, FP32, LINEAR, NORM, TensorSpec, expected_tensors
 from engine.model import registry
 from engine.model.base import Model, WeightSource
 from engine.model.files import PICKLE_SUFFIXES, ModelFiles, pickle_refusal, read_json, read_model_files
+from engine.parallel.groups import ParallelGroups
 
 LoadFormat = Literal["auto", "random"]
 LoadReport = Callable[[int, int], None]  # parameters read, parameters there are
@@ -48,10 +51,13 @@ def load_model(
     load_format: LoadFormat = "auto",
     random_seed: int = 0,
     report: LoadReport | None = None,
+    place: RankPlace = ONE_RANK,
+    groups: ParallelGroups | None = None,
 ) -> LoadedModel:
     """Load a packaged model, a folder or a .gguf file, by its name or as already read; with ``load_format="random"`` only its config.
 
-    ``cache_rounding`` applies to V4.1 (rounding of cached rows). Raises ConfigError naming file, tensor, found and expected.
+    ``cache_rounding`` applies to V4.1 (rounding of cached rows). A rank of several reads its part: ``place``, with the ``groups`` it has
+    met. Raises ConfigError naming file, tensor, found and expected.
     """
     files = model if isinstance(model, ModelFiles) else read_model_files(model)
     device = torch.device(device)
@@ -72,20 +78,38 @@ def load_model(
             weights = SafetensorsWeights(files.path, files.spec, stack)
         if report is not None:
             weights = _ReportedWeights(weights, files.spec, report)
-        return LoadedModel(_build(files, weights, dtype, device, cache_rounding, load_format), files)
+        return LoadedModel(_build(files, weights, dtype, device, cache_rounding, load_format, place, groups), files)
 
 
 def _build(
-    files: ModelFiles, weights: WeightSource, dtype: torch.dtype, device: torch.device, cache_rounding: bool, load_format: LoadFormat
+    files: ModelFiles,
+    weights: WeightSource,
+    dtype: torch.dtype,
+    device: torch.device,
+    cache_rounding: bool,
+    load_format: LoadFormat,
+    place: RankPlace,
+    groups: ParallelGroups | None,
 ) -> Model:
     if isinstance(files.spec, DenseSpec):
         from engine.model.dense import DenseModel
 
+        if place.num_ranks > 1:
+            raise ConfigError(f"{files.spec.name}: layout {place.layout} is not run for this family by this release")
         return DenseModel(files.spec, weights, dtype=dtype, device=device)
     from engine.model.v41 import V41Model
 
     token_map = _token_map(files, load_format) if files.spec.engram else None
-    return V41Model(files.spec, weights, dtype=dtype, device=device, cache_rounding=cache_rounding, token_map=token_map)
+    return V41Model(
+        files.spec,
+        weights,
+        dtype=dtype,
+        device=device,
+        cache_rounding=cache_rounding,
+        token_map=token_map,
+        place=place,
+        groups=groups,
+    )
 
 
 def _token_map(files: ModelFiles, load_format: LoadFormat) -> Tensor | None:

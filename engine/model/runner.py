@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.core.cache_config import CacheConfig
 from engine.core.errors import InvariantError
-from engine.core.plan import ItemResult, PlanItem, RankPlan, RankResult, RequestId, SequenceStart, TokenLogprobs
+from engine.core.plan import ItemResult, PlanItem, RankPlan, RankResult, RequestId, SequenceStart, StepPeers, TokenLogprobs
 from engine.core.sampling import SamplingParams
 from engine.kernels.timing import ComponentTimer, component, timing
 from engine.model.base import DraftRequest, ForwardOutput, Model
@@ -119,19 +119,28 @@ class Runner:
     # -- a step -----------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def execute(self, step: int, plan: RankPlan) -> RankResult:
-        """Carry out one plan and sample. Raises InvariantError where the plan contradicts what the worker holds."""
+    def execute(self, step: int, plan: RankPlan, peers: StepPeers | None = None) -> RankResult:
+        """Carry out one plan and sample. Raises InvariantError where the plan contradicts what the worker holds.
+
+        ``peers`` is for a replica of several ranks: a rank with nothing to do takes part in what the others do together.
+        """
         with timing(self._timer):
-            return self._execute(step, plan)
+            return self._execute(step, plan, peers)
 
     @component("other")
-    def _execute(self, step: int, plan: RankPlan) -> RankResult:
+    def _execute(self, step: int, plan: RankPlan, peers: StepPeers | None) -> RankResult:
         self._carry_out_orders(step, plan)
-        if not plan.items:
-            return RankResult()
-        batch, rows = self._batch(plan)
-        output = self.model.forward(batch, self.cache)
-        return RankResult() if rows is None else self._emit(plan, rows, output)
+        result, drafts = RankResult(), False
+        if plan.items:
+            batch, rows = self._batch(plan)
+            output = self.model.forward(batch if peers is None else replace(batch, peers=peers), self.cache)
+            if rows is not None:
+                result, drafts = self._emit(plan, rows, output, peers), self.config.max_draft_tokens > 0
+        elif peers is not None:
+            self.model.join(peers)
+        if peers is not None and not drafts and self.config.max_draft_tokens and any(peers.num_emitting):
+            self.model.join_draft(peers)
+        return result
 
     def take_components(self) -> tuple[tuple[str, float], ...]:
         """Seconds per component since the last call; empty unless ``time_components``."""
@@ -311,7 +320,7 @@ class Runner:
 
     # -- after the forward ------------------------------------------------------------------------------------------------
 
-    def _emit(self, plan: RankPlan, rows: SampleRows, output: ForwardOutput) -> RankResult:
+    def _emit(self, plan: RankPlan, rows: SampleRows, output: ForwardOutput, peers: StepPeers | None) -> RankResult:
         emitting = [item for item in plan.items if item.emits]
         drafts = self._drafts_of(rows) if rows.max_drafts else None
         sampled = self.sampler.sample(output.logits_RV, rows, drafts)
@@ -325,7 +334,7 @@ class Runner:
         else:
             self._history_SL[rows.slots_I[:, None], base_on_I[:, None] + self._arange_K[:width]] = sampled.tokens_IK
         if self.config.max_draft_tokens:
-            self._make_drafts(rows, sampled, base_on_I)
+            self._make_drafts(rows, sampled, base_on_I, peers)
         return self._result(emitting, sampled)
 
     def _drafts_of(self, rows: SampleRows) -> DraftTokens:
@@ -346,7 +355,7 @@ class Runner:
                 rows_IKV[index] = source.probs_AKV[source.row]
         return DraftTokens(tokens_IK=tokens_IK, probs_IKV=rows_IKV)
 
-    def _make_drafts(self, rows: SampleRows, sampled: SampleOutput, base_I: Tensor) -> None:
+    def _make_drafts(self, rows: SampleRows, sampled: SampleOutput, base_I: Tensor, peers: StepPeers | None) -> None:
         last_I = (sampled.counts_I - 1).clamp_min(0)  # an item that failed emitted nothing, and nobody will read its drafts
         tokens_I = sampled.tokens_IK.gather(1, last_I[:, None])[:, 0]
         controls = self.sampler.draft_controls(rows, self.config.max_draft_tokens)
@@ -362,6 +371,7 @@ class Runner:
                 uniforms_AK=controls.uniforms_AK,
                 num_tokens=self.config.max_draft_tokens,
                 all_greedy=controls.all_greedy,
+                peers=peers,
             ),
             self.cache,
         )

@@ -16,7 +16,7 @@ import msgspec
 from engine.actors.config import WorkerConfig
 from engine.actors.worker_main import LoadReport, run_worker
 from engine.core.errors import ConfigError
-from engine.core.plan import ItemResult, RankPlan, RankResult, RequestId, TokenLogprobs
+from engine.core.plan import ItemResult, RankPlan, RankResult, RequestId, StepPeers, TokenLogprobs
 from engine.core.sampling import SamplingParams
 
 
@@ -50,6 +50,7 @@ class ScriptedRunner:
         self.context_length = config.cache.context_length
         self.weight_bytes = 10
         self.cache_bytes = config.cache.num_blocks * 1000
+        self._data_rank = config.data_rank
         self._faulty = config.data_rank == self.script.fault_rank
         self._params: dict[RequestId, SamplingParams] = {}
         self._num_tokens: dict[int, int] = {}
@@ -69,7 +70,8 @@ class ScriptedRunner:
     def forget(self, request: RequestId) -> None:
         del self._params[request]
 
-    def execute(self, step: int, plan: RankPlan) -> RankResult:
+    def execute(self, step: int, plan: RankPlan, peers: StepPeers | None) -> RankResult:
+        assert peers is None or peers.num_tokens[self._data_rank] == plan.num_tokens
         self._fault(step)
         script = self.script
         if script.step_s:
