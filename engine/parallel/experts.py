@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.core.expert_map import ExpertMap, moves
+from engine.core.sharding import RankPlace
 from engine.core.traffic import sends_everything, share_start, token_shares
 from engine.kernels.experts import expert_gemm_partial
 from engine.kernels.timing import component
@@ -148,17 +149,16 @@ class RoutedExperts:
         return len(to_slots)
 
 
-def forced_ids(routing: Routing, like_TK: Tensor, num_experts: int, num_ranks: int, offset: int) -> Tensor:
-    """Expert ids for measurements: ``balanced`` deals them out over ranks and experts in turn, ``imbalanced`` names the first K always.
-
-    ``offset`` is the number of tokens that other ranks hold before these, so that all of them together are balanced.
-    """
-    num_tokens, top_k = like_TK.shape
+def forced_ids(routing: Routing, like_TK: Tensor, num_experts: int, spread: RoutedExperts | None, num_tokens: Sequence[int]) -> Tensor:
+    """Expert ids for measurements: ``balanced`` deals them out over ranks and experts in turn, over the tokens of all data ranks
+    together; ``imbalanced`` names the first K experts always."""
+    count, top_k = like_TK.shape
     if routing == "imbalanced":
-        return torch.arange(top_k, device=like_TK.device).expand(num_tokens, top_k)
-    per_rank = num_experts // num_ranks
-    turn_TK = torch.arange(offset * top_k, (offset + num_tokens) * top_k, device=like_TK.device).view(num_tokens, top_k)
-    return turn_TK % num_ranks * per_rank + turn_TK // num_ranks % per_rank
+        return torch.arange(top_k, device=like_TK.device).expand(count, top_k)
+    place = RankPlace() if spread is None else spread.groups.place
+    per_rank, first = num_experts // place.layout.ep, sum(num_tokens[: place.data_rank])
+    turn_TK = torch.arange(first * top_k, (first + count) * top_k, device=like_TK.device).view(count, top_k)
+    return turn_TK % place.layout.ep * per_rank + turn_TK // place.layout.ep % per_rank
 
 
 @component("dispatch")

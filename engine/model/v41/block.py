@@ -15,7 +15,7 @@ from engine.kernels.norm import rms_norm
 from engine.kernels.router import router
 from engine.kernels.timing import component
 from engine.model.v41.weights import LayerWeights, MoeWeights
-from engine.parallel.experts import RoutedExperts
+from engine.parallel.experts import RoutedExperts, forced_ids
 from engine.parallel.tensor import all_reduce
 
 
@@ -60,6 +60,8 @@ def moe(x_TD: Tensor, weights: MoeWeights, spec: V41Spec, token_kind_T: Tensor |
         assert token_kind_T is not None
         bias = functional.embedding(token_kind_T, bias)
     chosen_TK, ids_TK = router(x_TD, weights.gate, bias, weights.experts_per_token, spec.routed_scaling_factor)
+    if weights.routing != "model":
+        ids_TK = forced_ids(weights.routing, ids_TK, weights.num_routed, weights.spread, num_tokens)
     limit = spec.swiglu_limit
     if weights.spread is not None:
         return _spread(x_TD, chosen_TK, ids_TK, weights, weights.spread, limit, num_tokens)

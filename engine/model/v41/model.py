@@ -28,7 +28,7 @@ from engine.model.v41.draft import DraftHead
 from engine.model.v41.hashing import hash_constants
 from engine.model.v41.step import Pass, StepBuilder, StepIndex
 from engine.model.v41.weights import EngramWeights, LayerWeights, Loader, load_engram_tables, load_layer
-from engine.parallel.experts import RoutedExperts
+from engine.parallel.experts import RoutedExperts, Routing
 from engine.parallel.groups import ParallelGroups
 from engine.parallel.tensor import all_gather_vocabulary, embedding
 
@@ -53,6 +53,7 @@ class V41Model:
         token_map: Tensor | None = None,
         place: RankPlace | None = None,
         groups: ParallelGroups | None = None,
+        routing: Routing = "model",
     ) -> None:
         """Raises ConfigError for a token map that is missing or does not fit the spec, and for a spec that cannot be cut so."""
         self.place = place or (groups.place if groups else RankPlace())
@@ -63,7 +64,7 @@ class V41Model:
         self.dtype = dtype
         self.device = torch.device(device)
         self.cache_rounding = cache_rounding
-        load = Loader(weights, spec, dtype, self.device, self.place, groups)
+        load = Loader(weights, spec, dtype, self.device, self.place, groups, routing)
         self.embed_VD = load.weight("embed.weight")
         self.layers: list[LayerWeights] = [load_layer(load, spec, layer) for layer in range(spec.num_layers)]
         self.norm_D = load.weight("norm.weight")

@@ -16,7 +16,7 @@ from engine.core.tensors import expected_tensors
 from engine.kernels.mhc import mhc_fold
 from engine.model.base import WeightSource
 from engine.parallel.engram import EngramTables, HostTables, LocalTables, ShardedTables
-from engine.parallel.experts import RoutedExperts
+from engine.parallel.experts import RoutedExperts, Routing
 from engine.parallel.groups import ParallelGroups
 
 
@@ -35,7 +35,8 @@ class MoeWeights:
     ``always`` [1, E + n] float32 is 0 for routed and 1 for shared slices. shared_w13 / shared_w2 are the shared slices as one MLP.
 
     Where a replica has several ranks, ``spread`` holds the routed experts of this one; the stacks are then its slots alone, without the
-    shared experts, of which this rank has 1 / tp of the width.
+    shared experts, of which this rank has 1 / tp of the width. ``routing`` other than
+    "model" overrides the router's choice, for measurements.
     """
 
     gate: Tensor
@@ -49,6 +50,7 @@ class MoeWeights:
     experts_per_token: int
     shared_w13: Tensor | None
     shared_w2: Tensor | None
+    routing: Routing
     spread: RoutedExperts | None = None
 
 
@@ -93,6 +95,7 @@ class Loader:
         device: torch.device,
         place: RankPlace,
         groups: ParallelGroups | None,
+        routing: Routing = "model",
     ) -> None:
         self.source = source
         self.spec = spec
@@ -100,6 +103,7 @@ class Loader:
         self.device = device
         self.groups = groups
         self.place = place
+        self.routing = routing
         self._expected = expected_tensors(spec)
 
     def weight(self, name: str) -> Tensor:
@@ -256,6 +260,7 @@ def _moe(load: Loader, spec: V41Spec, prefix: str, num_experts: int, experts_per
         experts_per_token=experts_per_token,
         shared_w13=shared_w13,
         shared_w2=shared_w2,
+        routing=load.routing,
     )
 
 
@@ -291,6 +296,7 @@ def _spread_moe(
         experts_per_token=experts_per_token,
         shared_w13=shared_w13,
         shared_w2=shared_w2,
+        routing=load.routing,
         spread=RoutedExperts(groups, placement, experts_per_token, w13, w2, spec.swiglu_limit),
     )
 
