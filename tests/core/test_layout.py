@@ -63,7 +63,8 @@ def test_what_is_not_runnable_says_so() -> None:
     assert parse_layout("tp1dp1ep1").why_not_runnable() is None
     assert "pipeline" in (parse_layout("pp2").why_not_runnable() or "")
     assert "prefill/decode" in (parse_layout("P1x(tp1)+D1x(tp1)").why_not_runnable() or "")
-    assert "not 8" in (parse_layout("tp1dp8ep8").why_not_runnable() or "")
+    assert parse_layout("tp2dp4ep8").why_not_runnable() is None
+    assert "not 2" in (parse_layout("2x(tp1dp8ep8)").why_not_runnable() or "")
 
 
 def test_against_a_model() -> None:
