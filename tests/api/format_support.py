@@ -6,7 +6,7 @@ import itertools
 import json
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 from hypothesis import strategies as st
@@ -102,21 +102,29 @@ def accepts(grammars: GrammarCompiler, tokenizer: Tokenizer, grammar: str | None
     return True if matcher.is_accepting() else None
 
 
+class Marks(NamedTuple):
+    """Texts that are tokens of their own; decoders leave the ``special`` ones out unless asked not to."""
+
+    added: tuple[str, ...] = ()
+    special: tuple[str, ...] = ()
+
+
+NO_MARKS = Marks()
+
+
 @lru_cache
-def byte_tokenizer(added: tuple[str, ...] = (), special: tuple[str, ...] = ()) -> bytes:
-    """A token a byte, and some that mark up; ``special`` ones are left out by decoders unless asked for."""
+def byte_tokenizer(marks: Marks = NO_MARKS) -> bytes:
+    """A token a byte, and the marks."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab={char: index + 1 for index, char in enumerate(alphabet)} | {"<|end|>": 0}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|end|>", *special])
-    tokenizer.add_tokens(list(added))
+    tokenizer.add_special_tokens(["<|end|>", *marks.special])
+    tokenizer.add_tokens(list(marks.added))
     data: str = tokenizer.to_str()
     return data.encode()
 
 
-def template_format(
-    source: str, *, added: tuple[str, ...] = (), special: tuple[str, ...] = (), thinking: bool | None = None
-) -> TemplateFormat:
-    tokenizer = Tokenizer(byte_tokenizer(added, special), eos_token_ids=(0,), chat_template=ChatTemplate(source, bos_token="<s>"))
+def template_format(source: str, marks: Marks = NO_MARKS, *, thinking: bool | None = None) -> TemplateFormat:
+    tokenizer = Tokenizer(byte_tokenizer(marks), eos_token_ids=(0,), chat_template=ChatTemplate(source, bos_token="<s>"))
     return TemplateFormat(tokenizer, thinking)

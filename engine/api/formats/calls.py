@@ -7,6 +7,7 @@ Its verdict depends on the text alone, not on the pieces it comes in.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol
@@ -180,7 +181,7 @@ def _typed(text: str, schema: Any) -> Any:
 def parse_json(text: str) -> Any:
     """The value; None also for what is no JSON."""
     try:
-        return json.loads(text, strict=False, parse_constant=_refuse_constant)
+        return json.loads(text, strict=False, parse_constant=_refuse_constant, parse_float=_finite)
     except (ValueError, RecursionError):
         return None
 
@@ -189,6 +190,13 @@ def dump_json(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
     # Half a surrogate pair is fine as an escape, but is no character that could be sent.
     return text if text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text) else json.dumps(value)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text} is out of range")
+    return value
 
 
 def _refuse_constant(name: str) -> NoReturn:
