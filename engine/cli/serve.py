@@ -19,7 +19,7 @@ from engine.cli import logs
 from engine.cli.common import add_engine_arguments, log, print_config, print_json, resolve_options
 from engine.cli.progress import LoadProgress, Progress
 from engine.config import SERVE_OPTIONS
-from engine.core.errors import CapacityError, ConfigError, StoppedError
+from engine.core.errors import ConfigError
 from engine.core.sampling import SamplingParams
 from engine.reading import read_text
 from engine.version import VERSION
@@ -144,6 +144,7 @@ async def _serve(setup: Setup) -> int:
     from engine.api.metrics import ServerMetrics
     from engine.api.server import serve_http
     from engine.api.stats_line import log_stats
+    from engine.cli.warm_up import warm_up
 
     options, config, launch = setup.options, setup.config, setup.launch
     begin_s = trio.current_time()
@@ -153,7 +154,7 @@ async def _serve(setup: Setup) -> int:
         async with open_engine(launch.config, setup.model.tokenizer, handle_signals=True, observers=(metrics,), loading=loading) as engine:
             load_s = trio.current_time() - begin_s
             if not options["no_warm_up"]:
-                await _warm_up(engine, launch, progress)
+                await warm_up(engine, launch.config.scheduler, lambda done, total: progress.update("warming up", done, total))
             info = server_info(setup, engine, load_s, trio.current_time() - begin_s)
             context = ApiContext(engine, info, config, setup.chat_format, setup.defaults, metrics)
             app = App(context, log_requests=options["log_requests"])
@@ -165,17 +166,6 @@ async def _serve(setup: Setup) -> int:
                 await engine.wait_drained()
                 nursery.cancel_scope.cancel()
     return engine.exit_code
-
-
-async def _warm_up(engine: Gateway, launch: Launch, progress: Progress) -> None:
-    from engine.cli.warm_up import warm_up
-
-    try:
-        await warm_up(engine, launch.config.scheduler, lambda done, total: progress.update("warming up", done, total))
-    except (CapacityError, BaseExceptionGroup):
-        if engine.stop_signal is None:
-            raise
-        raise StoppedError(128 + engine.stop_signal) from None  # that is why its requests ended
 
 
 def server_info(setup: Setup, engine: Gateway, load_s: float, ready_s: float) -> ServerInfo:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import trio
 
 from engine.actors.gateway import Gateway, Generation
+from engine.core.errors import StoppedError
 from engine.core.sampling import SamplingParams
 from engine.core.scheduler_config import SchedulerConfig
 
@@ -18,7 +19,10 @@ NEW_TOKENS = 4
 
 
 async def warm_up(engine: Gateway, config: SchedulerConfig, report: Callable[[int, int], None]) -> None:
-    """Exercise prefill and decode in several shapes. Nothing of it can be found by a client: its KV has a namespace of its own."""
+    """Exercise prefill and decode in several shapes. Nothing of it can be found by a client: its KV has a namespace of its own.
+
+    Raises StoppedError where a stop signal ended it.
+    """
     namespace = secrets.token_hex(16)
     longest = min(engine.context_length - NEW_TOKENS, config.cache.max_batched_tokens)
     prompts = sorted({max(1, min(length, longest)) for length in PROMPT_TOKENS})
@@ -26,9 +30,14 @@ async def warm_up(engine: Gateway, config: SchedulerConfig, report: Callable[[in
     rounds = [(length, 1) for length in prompts] + [(prompts[0], size) for size in batches if size > 1]
     for done, (length, size) in enumerate(rounds):
         report(done, len(rounds))
-        async with trio.open_nursery() as nursery:
-            for index in range(size):
-                nursery.start_soon(_generate, engine, length, index, namespace)
+        try:
+            async with trio.open_nursery() as nursery:
+                for index in range(size):
+                    nursery.start_soon(_generate, engine, length, index, namespace)
+        except BaseExceptionGroup:
+            if engine.stop_signal is None:
+                raise
+            raise StoppedError(128 + engine.stop_signal) from None  # that is why its requests ended
     report(len(rounds), len(rounds))
 
 

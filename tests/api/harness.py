@@ -26,7 +26,7 @@ from engine.api.formats.base import ChatFormat
 from engine.api.info import ServerInfo
 from engine.api.metrics import ServerMetrics
 from engine.api.routes import ROUTES, Route
-from engine.api.server import base_url, bind, serve_http
+from engine.api.server import base_url, bind, serve_http, tls_context
 from engine.core.sampling import SamplingParams
 from engine.tokenizer import Tokenizer
 from tests.actors.harness import MODULE, engine_config, until
@@ -112,7 +112,7 @@ async def open_server(
         context = app.context
         bound = bind(config.host, 0)
         url = base_url(bound, config)
-        async with serve_http(app, bound), httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as client:
+        async with serve_http(app, bound, tls_context(config)), httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as client:
             yield Server(url, bound.getsockname()[1], gateway, context, app, client)
 
 

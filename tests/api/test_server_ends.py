@@ -13,12 +13,14 @@ import httpx
 import pytest
 import trio
 
+from engine.actors.supervisor import open_engine
 from engine.api.config import ApiConfig
 from engine.api.routes import ROUTES, Route
 from engine.api.server import bind
-from engine.core.errors import WorkerError
-from tests.actors.harness import engine_config, until
-from tests.api.harness import Server, error_code, open_server, script_of
+from engine.cli.warm_up import warm_up
+from engine.core.errors import StoppedError, WorkerError
+from tests.actors.harness import MODULE, engine_config, until
+from tests.api.harness import Server, error_code, open_server, script_of, tokenizer
 from tests.api.test_server_calls import stream
 
 TEST_ROUTES = (*ROUTES, Route("/test", "key", {"POST": stream}))
@@ -98,6 +100,20 @@ async def test_a_drain_has_an_end() -> None:
         await server.gateway.wait_drained()
     assert "shut down" in reader.error["message"]
     assert server.gateway.exit_code == 130
+
+
+async def test_a_signal_while_the_server_warms_up() -> None:
+    script = script_of("abcdefgh", step_s=0.05)
+    engine = engine_config(script)
+
+    def report(done: int, _: int) -> None:
+        if done == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with trio.fail_after(10), pytest.raises(StoppedError) as caught:
+        async with open_engine(engine, tokenizer(), worker_module=MODULE, handle_signals=True) as gateway:
+            await warm_up(gateway, engine.scheduler, report)
+    assert caught.value.exit_code == 143
 
 
 async def test_a_worker_that_dies_ends_every_stream_with_an_error_and_the_server_with_its_own() -> None:
