@@ -12,11 +12,12 @@ from engine.core.errors import RequestError
 from engine.grammar import check_length
 from engine.tokenizer import Tokenizer
 
-# The library's own defaults, but for the states: at up to 2 kB each a matcher takes 100 MB at worst. Compiling takes under a second,
-# one mask a few milliseconds. Verbose errors would put the grammar into the log.
+# The library's defaults with less fuel to begin with: with all of it a regular expression of a million repeats, (a{1000}){1000}, takes
+# more than a second for each mask and then comes to a dead end; so it takes 50 ms and is refused. At up to 2 kB a state a matcher takes
+# 100 MB at worst. Verbose errors would put the grammar into the log.
 LIMITS = LLParserLimits(
     max_items_in_row=2000,
-    initial_lexer_fuel=1_000_000,
+    initial_lexer_fuel=100_000,
     step_lexer_fuel=200_000,
     step_max_items=50_000,
     max_lexer_states=50_000,
@@ -26,6 +27,7 @@ LIMITS = LLParserLimits(
 MAX_CACHED_GRAMMARS = 128
 MAX_CACHED_CHARS = 8 << 20
 _MAX_ERROR_CHARS = 300
+_MAX_PIECE_BYTES = 64
 
 
 class GrammarCompiler:
@@ -82,13 +84,14 @@ class GrammarCompiler:
         matcher = LLMatcher(self._tokenizer(), grammar, log_level=0, limits=LIMITS)
         if matcher.is_error():
             return f"the grammar cannot be used: {_brief(matcher.get_error())}"
-        # A grammar that no text satisfies (a schema that refers to nothing but itself) is only found out by asking for a first token.
-        # The answer is kept in the matcher, for the copies too.
-        first = matcher.compute_bitmask()
-        if matcher.is_error():
+        # What no text satisfies (a schema that refers to nothing but itself), and what is too much for the limits once it is at work, is
+        # only found out by taking a first step. The mask is kept in the matcher, for the copies too.
+        first = _first_allowed(matcher.compute_bitmask())
+        if matcher.is_error() or first is None:
             return f"the grammar cannot be used: no text satisfies it ({_brief(matcher.get_error())})"
-        if not any(first):
-            return "the grammar cannot be used: no text satisfies it"
+        trial = matcher.deep_copy()
+        if not trial.consume_token(first):
+            return f"the grammar cannot be used: {_brief(trial.get_error())}"
         return matcher
 
     def _keep(self, grammar: str, found: LLMatcher | str) -> None:
@@ -108,18 +111,42 @@ class GrammarCompiler:
 
 
 class _Vocabulary:
-    """What the library asks of a tokenizer."""
+    """What the library asks of a tokenizer. Calling it spells a text that the grammar leaves no choice about."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         known = min(vocab_size, tokenizer.vocab_size)
-        self._encode = tokenizer.encode
+        self._tokenizer = tokenizer
         self.eos_token_id = eos_token_ids[0]
         self.bos_token_id = None
         self.tokens = [tokenizer.token_bytes(token) for token in range(known)] + [b""] * (vocab_size - known)
+        self._token_of_piece: dict[bytes, int] = {}
         self.special_token_ids = sorted(token for token in {*tokenizer.control_ids, *eos_token_ids} if token < vocab_size)
 
     def __call__(self, text: str) -> list[int]:
-        return self._encode(text, add_special_tokens=False)
+        """Tokens whose bytes are exactly those of ``text``, as the tokenizer would have them inside of a text."""
+        wanted = text.encode()
+        for before in ("", "\0"):  # some tokenizers put a blank before a text
+            tokens = self._tokenizer.encode(before + text, add_special_tokens=False)
+            for begin in range(min(len(tokens), 4)):
+                if b"".join(self.tokens[token] for token in tokens[begin:]) == wanted:
+                    return tokens[begin:]
+        return self._longest_pieces(wanted)
+
+    def _longest_pieces(self, data: bytes) -> list[int]:
+        if not self._token_of_piece:
+            special = set(self.special_token_ids)
+            self._token_of_piece.update((piece, token) for token, piece in enumerate(self.tokens) if token not in special)
+        tokens: list[int] = []
+        begin = 0
+        while begin < len(data):
+            end = next(
+                (end for end in range(min(len(data), begin + _MAX_PIECE_BYTES), begin, -1) if data[begin:end] in self._token_of_piece), None
+            )
+            if end is None:
+                return tokens  # a byte that no token spells: the library goes on by itself
+            tokens.append(self._token_of_piece[data[begin:end]])
+            begin = end
+        return tokens
 
 
 def _read_tokens(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
@@ -134,7 +161,13 @@ def _read_tokens(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[
     return LLTokenizer(vocabulary, n_vocab=vocab_size, eos_token=list(eos_token_ids))
 
 
+def _first_allowed(mask: bytes) -> int | None:
+    for index, byte in enumerate(mask):
+        if byte:
+            return index * 8 + (byte & -byte).bit_length() - 1
+    return None
+
+
 def _brief(error: str) -> str:
-    """The library's complaint without the position marks under it, and bounded: it may quote the grammar."""
-    lines = [line.strip() for line in error.splitlines() if line.strip()]
-    return (lines[0] if lines else "unknown error")[:_MAX_ERROR_CHARS]
+    """The library's complaint in one line, and bounded: it may quote the grammar."""
+    return " ".join(error.replace("<non-verbose/>", "").split())[:_MAX_ERROR_CHARS] or "nothing is allowed"

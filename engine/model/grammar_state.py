@@ -10,7 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
-from llguidance import LLExecutor, LLMatcher
+from llguidance import LLMatcher
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.core.errors import TwinferError
@@ -55,39 +56,38 @@ class GrammarState:
 class GrammarMasks:
     """Fills the masks of a step's rows."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, device: torch.device, eos_token_ids: Sequence[int]) -> None:
+        self._eos_token_ids = frozenset(eos_token_ids)
         self._num_words = -(-vocab_size // 32)
         self._device = device
-        self._executor: LLExecutor | None = None
 
     def fill(self, states: Sequence[GrammarState], drafts: Sequence[Sequence[int]]) -> Tensor:
         """Masks [r, W]: of state i 1 + len(drafts[i]) rows, the j-th of them after its first j drafts.
 
-        Rows behind a draft that the grammar forbids (it will be rejected), of an ended request and of one without a matcher allow
-        everything. What went wrong is in ``error`` of the states, which are otherwise as before.
+        Rows behind a draft that the grammar forbids (it will be rejected) or that ends the text, of an ended request and of one without a
+        matcher allow everything. What went wrong is in ``error`` of the states, which are otherwise as before.
         """
         bits_rW = np.full((len(states) + sum(map(len, drafts)), self._num_words), -1, dtype=np.int32)
-        plain: list[tuple[LLMatcher, int]] = []
-        drafted: list[tuple[LLMatcher, int, list[int]]] = []
         row = 0
         for state, tokens in zip(states, drafts, strict=True):
             if state.matcher is not None and state.error is None and not state.ended:
-                if tokens:
-                    drafted.append((state.matcher, row, list(tokens)))
-                else:
-                    plain.append((state.matcher, row))
-            row += 1 + len(tokens)
-        if plain or drafted:
-            if self._executor is None:
-                self._executor = LLExecutor()
-            address, row_bytes = bits_rW.ctypes.data, self._num_words * 4
-            if plain:
-                self._executor.unsafe_compute_mask_ptr(plain, address, row_bytes, row)
-            if drafted:  # the library takes no empty drafts
-                self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, address, row_bytes, row)
-            for state in states:
+                self._fill_rows(state.matcher, bits_rW[row : row + 1 + len(tokens)], tokens)
                 state.note_failure()
+            row += 1 + len(tokens)
         return torch.from_numpy(bits_rW).to(self._device)
+
+    def _fill_rows(self, matcher: LLMatcher, bits_jW: NDArray[np.int32], drafts: Sequence[int]) -> None:
+        # Not the library's LLExecutor: its threads can wait for the interpreter lock that its caller holds.
+        num_consumed = 0
+        for bits_W, draft in zip(bits_jW, (*drafts, None), strict=True):
+            matcher.unsafe_compute_mask_ptr(bits_W.ctypes.data, bits_W.nbytes)
+            if draft is None or draft in self._eos_token_ids or matcher.is_error():
+                break
+            if not bits_W[draft // 32] >> (draft % 32) & 1 or not matcher.consume_token(draft):
+                break
+            num_consumed += 1
+        if num_consumed:
+            matcher.rollback(num_consumed)
 
 
 class GrammarSource:

@@ -51,7 +51,7 @@ class Sampler:
         self.vocab_size = vocab_size
         self.device = device
         self._slots = SlotParameters(vocab_size, max_running, device, eos_token_ids)
-        self._masks = GrammarMasks(vocab_size, device)
+        self._masks = GrammarMasks(vocab_size, device, eos_token_ids)
         self._grammars: dict[int, GrammarState] = {}
 
     # -- requests ---------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from engine.core.scheduler import Scheduler
 from engine.core.scheduler_config import SchedulerConfig
 from engine.core.specs import DSparkSpec, V41Spec
 from engine.model.base import Model
+from engine.model.grammar_state import GrammarSource
 from engine.model.load import RandomWeights
 from engine.model.runner import Runner
 
@@ -47,7 +48,9 @@ def random_v41(spec: V41Spec, seed: int = 0) -> Model:
 class Engine:
     """Runs requests to their end, one plan at a time or overlapped, keeping the events."""
 
-    def __init__(self, model: Model, *, overlap: bool = True, check: bool = True, **options: Any) -> None:
+    def __init__(
+        self, model: Model, *, overlap: bool = True, check: bool = True, grammars: GrammarSource | None = None, **options: Any
+    ) -> None:
         cache_fields = set(CacheConfig.__struct_fields__)
         cache_values: dict[str, Any] = {
             "num_blocks": 64, "block_size": 16, "max_running": 8, "max_batched_tokens": 64, "context_length": 256,
@@ -56,7 +59,7 @@ class Engine:
         cache_values |= {key: options.pop(key) for key in list(options) if key in cache_fields}
         cache = CacheConfig(**cache_values)
         self.scheduler = Scheduler(SchedulerConfig(cache=cache, has_sequence_state=model.spec.has_sequence_state, **options))
-        self.runner = Runner(model, cache)
+        self.runner = Runner(model, cache, grammars=grammars)
         self.overlap = overlap
         self.check = check
         self.events: list[Event] = []
