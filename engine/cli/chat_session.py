@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from types import TracebackType
@@ -12,6 +13,8 @@ import trio
 
 from engine.cli.chat_backend import Account, Backend, Message, OpenBackend
 from engine.core.errors import TwinferError
+
+SIGNAL_INTERVAL_S = 0.2
 
 
 class Said(msgspec.Struct, frozen=True):
@@ -75,7 +78,10 @@ class ChatSession:
         self._soon(self._start, list(messages), self._happenings)
 
     def wait(self) -> Happening:
-        return self._happenings.get()
+        # Python notices a signal that comes just before a wait only after it.
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._happenings.get(timeout=SIGNAL_INTERVAL_S)
 
     def stop(self) -> None:
         self._soon(self._cancel_answer)
