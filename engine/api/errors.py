@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-from engine.core.errors import CapacityError, RequestError, TwinferError
+from engine.core.errors import CapacityError, GenerationError, RequestError, TwinferError
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):
@@ -54,6 +54,9 @@ def as_api_error(error: Exception, *, ready: bool) -> ApiError:
             wait_s = max(1, math.ceil(error.retry_after_s or 1.0))
             headers = (("retry-after", str(wait_s)),)
             return ApiError(429, str(error), type="rate_limit_error", code="queue_full", headers=headers)
+        case GenerationError():
+            # Of this request alone; the engine is as well as before.
+            return ApiError(500, str(error), type="server_error", code="generation_failed")
         case TwinferError():
             return ApiError(503, str(error), type="service_unavailable_error", code="engine_unavailable", headers=(("retry-after", "5"),))
         case _:

@@ -53,6 +53,7 @@ class ScriptedRunner:
         self._data_rank = config.data_rank
         self._faulty = config.data_rank == self.script.fault_rank
         self._params: dict[RequestId, SamplingParams] = {}
+        self._doomed: set[RequestId] = set()
         self._num_tokens: dict[int, int] = {}
 
     def register(self, request: RequestId, tokens: Sequence[int], params: SamplingParams, seed: int) -> None:
@@ -61,6 +62,8 @@ class ScriptedRunner:
         assert tokens
         assert seed >= 0
         self._params[request] = params
+        if self.script.error_token in tokens:
+            self._doomed.add(request)
 
     def prepare(self, grammar: str) -> None:
         if self.script.prepared_file:
@@ -69,6 +72,7 @@ class ScriptedRunner:
 
     def forget(self, request: RequestId) -> None:
         del self._params[request]
+        self._doomed.discard(request)
 
     def execute(self, step: int, plan: RankPlan, peers: StepPeers | None) -> RankResult:
         assert peers is None or peers.num_tokens[self._data_rank] == plan.num_tokens
@@ -79,7 +83,9 @@ class ScriptedRunner:
         items = []
         for item in plan.items:
             params = self._params[item.request]
-            if item.emits:
+            if item.emits and item.request in self._doomed:
+                items.append(ItemResult(item.request, (), error="scripted failure of one request"))
+            elif item.emits:
                 position = item.num_computed_tokens + item.num_new_tokens - item.num_draft_tokens
                 token = script.tokens[position % len(script.tokens)]
                 logprobs = () if params.logprobs is None else (TokenLogprobs(-0.5, (token,), (-0.5,)),)

@@ -7,8 +7,11 @@ from typing import Any
 import httpx
 import pytest
 
+from engine.actors.stream import Output
 from engine.api.config import ApiConfig
+from engine.api.errors import ApiError
 from engine.api.logprobs import CompletionOffsets, TokenNames, chat_entries, finite
+from engine.api.streams import OpenStreams
 from engine.core.plan import TokenLogprobs
 from tests.actors.harness import CACHE, engine_config, until
 from tests.api.harness import Server, assert_idle, error_code, open_server, script_of, tokenizer
@@ -226,3 +229,26 @@ async def test_prompts_have_a_bound() -> None:
 
 async def served(server: Server, prompt: Any) -> None:
     assert [choice["text"] for choice in (await whole(server, COMPLETIONS, prompt=prompt))["choices"]] == ["ok"] * len(prompt)
+
+
+async def test_a_request_that_fails_alone_is_an_error_in_both_modes() -> None:
+    async with open_server(engine=engine_config(answer_script("word ", end=False, error_token=9))) as server:
+        for stream in (False, True):
+            for prompt in ([9], [[5], [9]]):
+                response = await post(server, COMPLETIONS, prompt=prompt, stream=stream, max_tokens=50)
+                if response.status_code == 200:  # the other prompt's text had begun
+                    assert stream
+                    assert len(prompt) == 2
+                    data = [value for _, value in events(response.text)]
+                    assert data[-1]["error"]["message"]
+                    assert "[DONE]" not in data
+                    assert not any(choice["finish_reason"] for chunk in data[:-1] for choice in chunk["choices"])
+                else:
+                    assert (response.status_code, error_code(response.content)) == (500, "generation_failed")
+        assert (await whole(server, COMPLETIONS, max_tokens=2))["usage"]["completion_tokens"] == 2
+        await assert_idle(server)
+
+
+def test_a_sample_that_the_engine_gave_up_is_an_error() -> None:
+    with pytest.raises(ApiError, match="gave this request up"):
+        OpenStreams([], 1).count(Output(0, "", (), finish_reason="abort"))

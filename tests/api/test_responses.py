@@ -129,6 +129,7 @@ async def test_input_as_messages() -> None:
             {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "4"}]},
             {"type": "function_call", "call_id": "c3", "name": "add", "arguments": "{}"},
             {"role": "user", "content": "go on"},
+            {"type": "function_call", "call_id": "c4", "name": "add", "arguments": "{}"},
         ]  # fmt: skip
         await whole(
             server, RESPONSES, input=items, tools=TOOLS, tool_choice={"type": "function", "name": "find"}, reasoning={"effort": "none"}
@@ -146,6 +147,7 @@ async def test_input_as_messages() -> None:
             {"role": "tool", "tool_call_id": "c2", "content": [{"type": "text", "text": "4"}]},
             {"role": "assistant", "content": None, "tool_calls": [call("c3", "add", "{}")]},
             {"role": "user", "content": "go on"},
+            {"role": "assistant", "content": None, "tool_calls": [call("c4", "add", "{}")]},
         ]  # fmt: skip
         assert tagged.asked[-1].tools == [{"type": "function", "function": tool} for tool in _functions()]
         assert (tagged.asked[-1].tool_choice, tagged.asked[-1].thinking) == ({"name": "find"}, False)
