@@ -69,6 +69,12 @@ RULES = (
         # worker_main is the worker's own process: what worker.py starts.
         {"worker.py": TENSORS, "worker_main.py": TENSORS, "cache.py": ("engine.transfer",)},
     ),
+    Rule(
+        "engine/bench",
+        (*TENSORS, "engine.actors", "engine.api", "calibration", "twin", "dashboards"),
+        "the load generator knows a server by its URL",
+        only=("engine.core", "engine.bench", "engine.version"),
+    ),
     Rule("engine/api", TENSORS, "HTTP speaks to the gateway actor and to nobody else"),
     Rule(
         "calibration",

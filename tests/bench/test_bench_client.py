@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import trio
+import trio.testing
 
 from engine.bench.client import Client, Prepared
 from engine.bench.endpoints import ENDPOINTS, Asked
@@ -137,6 +138,18 @@ async def test_what_goes_wrong_is_an_error_of_its_kind(answer: Answer, error: st
     assert record.metrics.reason == "error"
     assert record.metrics.num_output_tokens == tokens
     assert record.metrics.finished_s is not None
+
+
+async def test_a_connection_that_the_server_closed_while_idle_is_no_failure() -> None:
+    answer = [*stream(chat_chunk("a"), chat_chunk(finish="stop")), CUT]
+    async with fake_server(lambda *_: answer) as server, make_http(server.url, None, 1) as http:
+        client = Client(http, ENDPOINTS["chat"], 5.0)
+        for index in range(3):
+            work = Work(index=index, arrival_s=None, parts=(), output_tokens=None)
+            record = await client.send(Prepared(work, b"{}", b"", None))
+            assert record.error is None, record.message
+            await trio.testing.wait_all_tasks_blocked(0.02)  # the think time: the server has closed
+        assert server.num_connections == 3
 
 
 async def test_nobody_listens() -> None:

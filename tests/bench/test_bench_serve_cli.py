@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -291,6 +295,25 @@ def test_what_cannot_work_is_refused_before_the_first_request(
     assert len(captured.err.strip().splitlines()) == 1
     for part in parts:
         assert part in captured.err
+
+
+def test_an_interrupted_run_prints_no_figures() -> None:
+    arrived = threading.Event()
+
+    def held(path: str, body: dict[str, Any]) -> Answer:
+        if path == "/tokenize":
+            return answer(path, body)
+        arrived.set()
+        return [trio.Event()]
+
+    with threaded_server(held) as server:
+        command = [sys.executable, "-m", "twinfer", "bench", "serve", "--base-url", server.url, "--json"]
+        process = subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert arrived.wait(60)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, "")
+    assert "Traceback" not in err
 
 
 def test_no_server_and_no_dataset(capsys: pytest.CaptureFixture[str]) -> None:
