@@ -265,7 +265,9 @@ def quantiles_ms(values: Sequence[float]) -> tuple[float, float]:
 
 
 def run_saturated(streams: int, rounds: int) -> dict[str, float]:
-    """Steps that take no time: how many events a second the HTTP side can carry."""
+    """Steps that take no time: how many events a second the HTTP side can carry, and the TTFT of requests of one token, as many of them
+    as there are streams at any moment.
+    """
     passes: dict[str, list[Measured]] = {"gateway": [], "bare": [], "bare, 16 events a chunk": []}
     short: list[Measured] = []
     bare_short: list[Measured] = []
@@ -288,6 +290,11 @@ def run_saturated(streams: int, rounds: int) -> dict[str, float]:
     def token_us(found: Sequence[Measured], one_request_us: float) -> float:
         return statistics.median((one.server_cpu_s * 1e6 - one.requests * one_request_us) / (one.requests * (TOKENS - 1)) for one in found)
 
+    ttft_ms = {
+        f"{name}_saturated_ttft_ms_{quantile}": value
+        for name, found in (("gateway", short), ("bare", bare_short))
+        for quantile, value in zip(("p50", "p99"), quantiles_ms([ttft_s for one in found for ttft_s in one.ttft_s]), strict=True)
+    }
     return {
         "frame_bytes": frame_bytes,
         "gateway_events_per_s": per_s["gateway"],
@@ -299,6 +306,7 @@ def run_saturated(streams: int, rounds: int) -> dict[str, float]:
         "bare_event_us": token_us(passes["bare"], bare_request_us),
         "gateway_request_us": request_us,
         "bare_request_us": bare_request_us,
+        **ttft_ms,
         "client_cpu_share": statistics.median(one.client_cpu_s / one.seconds for one in passes["gateway"]),
     }
 
@@ -334,7 +342,7 @@ def compare(streams: int, rounds: int, as_json: bool) -> None:
         print(json.dumps(result))
         return
     for name, value in result.items():
-        print(f"{name:28} {value:10.3f}" if value < 10 else f"{name:28} {value:10.1f}")
+        print(f"{name:30} {value:10.3f}" if value < 10 else f"{name:30} {value:10.1f}")
 
 
 def main() -> None:
