@@ -244,6 +244,8 @@ class Call:
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
 
     async def _put(self, data: bytes, *, more: bool) -> None:
+        # A send is not a checkpoint: what the kernel takes at once is sent without one, and what it does not is not cut.
+        await trio.lowlevel.checkpoint_if_cancelled()
         self.complete = not more
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 

@@ -26,6 +26,8 @@ WRONG = (
     f"Bearer {KEY[:-1]}",
     f"Bearer {KEY.upper()}",
     f"Basic {KEY}",
+    f"Digest {KEY}",
+    f"Bearer:{KEY}",
     KEY,
     f"Bearer {KEY} {KEY}",
     "Bearer \xff\xfe",

@@ -142,6 +142,20 @@ async def test_what_is_no_http_gets_400_and_harms_nobody() -> None:
         assert (await server.client.get("/health")).status_code == 200
 
 
+async def test_a_fault_in_one_connection_is_that_connections(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    async def fail(*_: object) -> None:
+        raise ValueError("a fault of the protocol's")
+
+    async with open_server() as server:
+        async with raw_client(server) as client:
+            with monkeypatch.context() as patch:
+                patch.setattr("engine.api.connection._Http11.handle", fail)
+                await client.send(request_bytes("GET", "/health"))
+                assert await client.receive_all() == b""
+        assert (await server.client.get("/health")).status_code == 200
+        assert "a connection failed" in caplog.text
+
+
 async def test_no_other_protocol_is_spoken() -> None:
     """HTTP/2 (with its preface, or by upgrade) and websockets."""
     upgrade = "connection: upgrade\r\nupgrade: {}\r\n"

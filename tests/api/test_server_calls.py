@@ -262,6 +262,24 @@ async def test_a_request_has_a_time_limit_before_and_after_its_headers() -> None
         assert error_code(streamed[1].removeprefix("data: ").encode()) == "request_timeout"
 
 
+async def test_a_time_limit_in_the_middle_of_a_send_does_not_garble_the_answer() -> None:
+    """What the protocol counts as sent is sent, however slowly it is taken."""
+
+    async def flood(_: ApiContext, call: Call) -> None:
+        events = call.events()
+        while True:
+            await events.write(b"data: " + b"x" * 3_000_000 + b"\n\n")
+
+    async with open_server(routes=routes(flood), config=ApiConfig(port=0, request_timeout_s=0.1)) as server:
+        began_s = trio.current_time()
+        async with server.client.stream("POST", "/test") as response:
+            await until(lambda: trio.current_time() > began_s + 0.3)
+            events = [part async for part in response.aiter_text()]
+        text = "".join(events)
+        assert error_code(text.split("\n\n")[-2].removeprefix("data: ").encode()) == "request_timeout"
+        assert text.count("x") % 3_000_000 == 0
+
+
 async def test_client_gone_from_a_handler_is_no_answer(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "twinfer.access")
     async with open_server(routes=routes(raising(ClientGone()))) as server, raw_client(server) as client:
