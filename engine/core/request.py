@@ -49,9 +49,9 @@ class Sequence:
 
     __slots__ = (
         "blocks", "cached_tokens_first", "children", "deferred_build", "deferred_step", "failed", "host_blocks", "host_state", "id",
-        "limit", "lock_node", "min_tokens_end", "namespace", "num_computed", "num_expected", "num_locked_blocks", "num_passes", "num_planned",
-        "num_preemptions", "num_prompt", "parent", "priority", "prompt_build", "rank", "reserved_rank", "sequence_number", "slot",
-        "started", "state", "stop_ids", "target", "tokens",
+        "limit", "lock_node", "min_tokens_end", "namespace", "num_computed", "num_expected", "num_locked_blocks", "num_passes",
+        "num_planned", "num_preemptions", "num_prompt", "parent", "priority", "prompt_build", "rank", "reserved_rank",
+        "sequence_number", "slot", "started", "state", "stop_ids", "target", "tokens",
     )  # fmt: skip
 
     def __init__(self, request: Request, sample: RequestId, sequence_number: int, limit: int, eos_token_ids: tuple[int, ...]) -> None:
