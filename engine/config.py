@@ -76,7 +76,7 @@ SERVE_OPTIONS: tuple[Option, ...] = (
     Option("served-model-name", str, (), "name(s) of the model in the API; none is the model's own. May be repeated", many=True),
     Option("api-key", str, (), "key(s) of clients, sent as 'Authorization: Bearer KEY'; visible to who lists processes: prefer "
            "--api-key-file. May be repeated", many=True, secret=True),
-    Option("api-key-file", str, None, "file with one key a line; lines that begin with # are skipped"),
+    Option("api-key-file", str, "", "file with one key a line; lines that begin with # are skipped"),
     Option("allowed-hosts", str, (), "names that clients may call the server by, beside localhost; * is every name. Without it a server "
            "on a loopback address answers to localhost only, another one to every name", ("--allowed-host",), many=True),
     Option("public-metrics", bool, False, "/metrics without a key"),
@@ -93,7 +93,7 @@ SERVE_OPTIONS: tuple[Option, ...] = (
     Option("log-format", str, "text", "json makes every line of the log one JSON object", choices=("text", "json")),
     Option("stats-interval", float, 10.0, "seconds between lines of the engine's load while there is any; 0 for none", low=0.0, high=86400),
     Option("log-requests", bool, False, "a line for each request (never its text)", ("--enable-log-requests",)),
-    Option("ssl-certfile", str, None, "certificate chain (PEM): serve HTTPS"),
-    Option("ssl-keyfile", str, None, "the certificate's key (PEM); auto is the certificate's file"),
+    Option("ssl-certfile", str, "", "certificate chain (PEM): serve HTTPS"),
+    Option("ssl-keyfile", str, "", "the certificate's key (PEM); none is in the certificate's file"),
     Option("no-progress", bool, False, "no bars or percentages while the model loads", ("--disable-progress",)),
 )  # fmt: skip

@@ -144,7 +144,9 @@ class Resolved:
 
 def _text(value: object) -> str:
     if isinstance(value, tuple):
-        return ",".join(value) or "none"
+        value = ",".join(value)
+    if value == "":
+        return "none"
     return "auto" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -153,7 +155,7 @@ def add_arguments(parser: argparse.ArgumentParser, options: Sequence[Option], ti
     group = parser.add_argument_group(title)
     for option in options:
         flags = [f"--{option.name}", *option.aliases]
-        default = "none" if option.default == () else "auto" if option.default is None else option.default
+        default = "none" if option.default in ((), "") else "auto" if option.default is None else option.default
         text = f"{option.help} (default: {default}; env {option.environment})".replace("%", "%%")
         if option.kind is bool:
             group.add_argument(*flags, dest=option.key, action="store_const", const=True, default=None, help=text)

@@ -19,7 +19,9 @@ from engine.options import Option, Resolved, add_arguments, resolve
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout; everything else goes to stderr")
-    parser.add_argument("--log-level", metavar="LEVEL", help="debug, info, warning (default) or error; env TWINFER_LOG_LEVEL")
+    parser.add_argument(
+        "--log-level", metavar="LEVEL", help="debug, info, warning or error (default warning, of serve info); env TWINFER_LOG_LEVEL"
+    )
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser, extra: Sequence[Option] = (), title: str = "sampling options") -> None:

@@ -115,8 +115,8 @@ def api_config(options: Resolved, model_name: str) -> ApiConfig:
         max_connections=options["max_connections"],
         # Red before the supervisor gives the worker up.
         health_timeout_s=options["heartbeat_timeout"] / 2,
-        ssl_certfile=options["ssl_certfile"],
-        ssl_keyfile=options["ssl_keyfile"],
+        ssl_certfile=options["ssl_certfile"] or None,
+        ssl_keyfile=options["ssl_keyfile"] or None,
     )
     Keys(config.api_keys), Hosts(config.host, config.allowed_hosts)  # what is wrong with them is said now
     return config

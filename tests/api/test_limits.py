@@ -142,6 +142,19 @@ async def test_what_is_no_http_gets_400_and_harms_nobody() -> None:
         assert (await server.client.get("/health")).status_code == 200
 
 
+async def test_requests_in_one_packet_and_bodies_that_wait_to_be_asked_for() -> None:
+    body = b'{"prompt": "x"}'
+    async with open_server() as server, raw_client(server) as client:
+        await client.send(request_bytes("POST", "/tokenize", body) * 3)
+        answers = b""
+        while answers.count(b'"count"') < 3:
+            answers += await client.receive()
+        await client.send(request_bytes("POST", "/tokenize", body, headers="expect: 100-continue\r\n")[: -len(body)])
+        assert (await client.receive_until(b"\r\n\r\n")).startswith(b"HTTP/1.1 100 ")
+        await client.send(body)
+        assert (await client.receive_until(b"}")).startswith(b"HTTP/1.1 200 ")
+
+
 async def test_a_fault_in_one_connection_is_that_connections(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     async def fail(*_: object) -> None:
         raise ValueError("a fault of the protocol's")
