@@ -17,7 +17,6 @@ import trio
 
 from engine.cli import logs
 from engine.cli.common import add_engine_arguments, log, print_config, print_json, resolve_options
-from engine.cli.progress import LoadProgress, Progress
 from engine.config import SERVE_OPTIONS
 from engine.core.errors import ConfigError
 from engine.core.sampling import SamplingParams
@@ -144,6 +143,7 @@ async def _serve(setup: Setup) -> int:
     from engine.api.metrics import ServerMetrics
     from engine.api.server import serve_http
     from engine.api.stats_line import log_stats
+    from engine.cli.progress import LoadProgress, Progress
     from engine.cli.warm_up import warm_up
 
     options, config, launch = setup.options, setup.config, setup.launch
