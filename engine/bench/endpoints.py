@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from engine.core.errors import ConfigError
 from engine.core.events import FinishReason
 
 EndpointName = Literal["chat", "completions", "responses"]
@@ -50,6 +51,9 @@ class Endpoint(msgspec.Struct, frozen=True):
     read: Callable[[bytes], Piece]
 
     def body(self, asked: Asked, prompt: Prompt, max_tokens: int | None) -> bytes:
+        """Raises ConfigError for messages where the route takes text."""
+        if self.name == "completions" and isinstance(prompt, list) and any(isinstance(entry, dict) for entry in prompt):
+            raise ConfigError(f"the dataset has messages, and {self.path} takes text; use --endpoint chat")
         body: dict[str, Any] = {"model": asked.model, self.prompt_key: prompt, "stream": True}
         if self.name == "chat" and isinstance(prompt, str):
             body[self.prompt_key] = [{"role": "user", "content": prompt}]

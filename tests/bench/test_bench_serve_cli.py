@@ -322,3 +322,13 @@ def test_no_server_and_no_dataset(capsys: pytest.CaptureFixture[str]) -> None:
     with threaded_server(answer) as server:
         assert twinfer.main(["bench", "serve", "--base-url", server.url, "--dataset", "/no/such/file"]) == 2
     assert "/no/such/file" in capsys.readouterr().err
+
+
+def test_messages_need_the_chat_route(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    dataset = tmp_path / "prompts.jsonl"
+    dataset.write_text('{"messages": [{"role": "user", "content": "a b"}]}')
+    code, result, _, _ = run(capsys, answer, "--dataset", str(dataset))
+    assert (code, result["prompt_tokens"]) == (0, 2)
+    code, result, err, _ = run(capsys, answer, "--dataset", str(dataset), "--endpoint", "completions")
+    assert code == 2
+    assert "use --endpoint chat" in err

@@ -102,8 +102,10 @@ def test_warnings_say_when_the_figures_are_the_clients_own() -> None:
     assert any("another length" in text for text in summary(record(0, 1.0, [(2.0, 1)], 2.0, asked_input_tokens=500)).warnings)
 
 
-GAPS = st.lists(st.tuples(st.floats(0, 5), st.integers(0, 6)), max_size=12)
-REQUESTS = st.lists(st.tuples(st.floats(0, 20), GAPS, st.sampled_from(["stop", "length", "error", "abort"])), max_size=6)
+# Seconds as a clock tells them: whole microseconds.
+SECONDS = st.integers(0, 5_000_000).map(lambda count: count / 1e6)
+GAPS = st.lists(st.tuples(SECONDS, st.integers(0, 6)), max_size=12)
+REQUESTS = st.lists(st.tuples(SECONDS, GAPS, st.sampled_from(["stop", "length", "error", "abort"])), max_size=6)
 
 
 def built(requests: list[tuple[float, list[tuple[float, int]], FinishReason]]) -> list[RequestRecord]:
