@@ -21,8 +21,8 @@ MAX_CHOICES = 1024
 MAX_CHOICE_CHARS = 8 << 10
 MAX_GRAMMAR_CHARS = 256 << 10
 
-# Blanks between the tokens of a JSON text: enough for deep indentation, but no model stays in them for ever.
-_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+# Blanks between the tokens of a JSON text: enough for indentation, but no model stays in them for ever.
+_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"
 _PARAM = "response_format"
 
 

@@ -95,7 +95,7 @@ def test_reasoning_is_text_until_its_end(compiler: GrammarCompiler) -> None:
 def test_blanks_in_json_are_bounded(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
     matcher = compiler.compile(grammar_of(JsonSchema(OBJECT)))
     (space,) = tokenizer.encode(" ")
-    assert 60 < matcher.try_consume_tokens([*tokenizer.encode("{"), *[space] * 500]) < 70
+    assert 15 < matcher.try_consume_tokens([*tokenizer.encode("{"), *[space] * 500]) < 25
 
 
 def nested_one_of(depth: int) -> dict[str, Any]:

@@ -99,6 +99,8 @@ def _plan_decode(
     mask_B1MP = torch.zeros((num_sequences, 1, columns, block_size), device=device)
     mask_B1MP.masked_fill_(positions_MP >= context_lens_B.view(-1, 1, 1, 1), -torch.inf)
     valid_BM = entry_M * block_size < context_lens_B.unsqueeze(1)
+    # Padding reads the sequence's own first block: what it reads is multiplied by 0, but another sequence's might be NaN.
+    table_BM = torch.where(valid_BM, table_BM, table_BM[:, :1])
     on_cpu = device.type == "cpu"
     unit_range = _compact_range(table_BM, valid_BM) if on_cpu else None
     units: tuple[int, int] | Tensor
@@ -111,7 +113,7 @@ def _plan_decode(
         num_units = num_sequences * columns
     else:
         first, num_units = units = unit_range
-        unit_BM = torch.where(valid_BM, table_BM - first, 0)
+        unit_BM = table_BM - first
         owner_U = torch.zeros(num_units, dtype=torch.int64, device=device)
         entry_U = torch.zeros(num_units, dtype=torch.int64, device=device)
         sequence_v, entry_v = valid_BM.nonzero(as_tuple=True)

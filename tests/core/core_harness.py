@@ -20,6 +20,8 @@ Row = tuple[int, int]  # position, content
 VOCAB = 50
 EOS = 1
 MODULUS = (1 << 61) - 1
+GARBAGE = -1  # content that no tokens have
+FAILURE = "its logits are unusable"
 
 
 def content(before: int, token: int) -> int:
@@ -59,6 +61,7 @@ class RankWorker:
         self.tails: dict[int, tuple[int, dict[int, Row]]] = {}
         self.slots = [Slot() for _ in range(cache.max_running)]
         self.tokens: dict[RequestId, list[int]] = {}
+        self.failing: set[RequestId] = set()  # shared: who cannot be sampled any more
 
     def execute(self, plan: RankPlan, accept: int) -> RankResult:
         size = self.size
@@ -113,6 +116,14 @@ class RankWorker:
         assert slot.request == item.request, "an item for a slot that another request has"
         first = item.num_computed_tokens
         end = first + item.num_new_tokens - item.num_draft_tokens
+        if item.request in self.failing and item.emits:
+            # What it computed is garbage, its window rows too. A plan made before this was known comes here as well.
+            for position in range(first, first + item.num_new_tokens):
+                self.blocks[slot.table[position // self.size]][position % self.size] = GARBAGE
+                slot.ring[position % self.ring_size] = (position, GARBAGE)
+                if position + 1 in saves:
+                    self.tails[saves[position + 1]] = (position + 1, dict(slot.ring))
+            return ItemResult(item.request, (), (), FAILURE)
         assert item.num_new_tokens >= 1
         assert end <= len(tokens), "more tokens planned than are known"
         assert item.emits == (end == len(tokens)), "emits exactly at the newest token"
@@ -166,6 +177,9 @@ class Replica:
         self.requests: dict[RequestId, Request] = {}
         self.plan_log: list[StepPlan] = []
         self.now_s = 0.0
+        self.failing: set[RequestId] = set()
+        for worker in self.workers:
+            worker.failing = self.failing
 
     def submit(self, request: Request) -> None:
         self.see(self.scheduler.submit(request, self.now_s))
@@ -198,7 +212,18 @@ class Replica:
             elif isinstance(event, Finished):
                 assert event.request not in self.reasons, "finished twice"
                 self.reasons[event.request] = event.reason
+                if event.message == FAILURE:
+                    assert event.request in self.failing
+                    assert event.reason == "error"
                 assert event.num_output_tokens == len(self.outputs[event.request])
+
+    def doom(self, chosen: RequestId) -> set[RequestId]:
+        """Let ``chosen`` fail at its next token. Samples that may go on from what the first one computed then fail with it."""
+        wanted = self.requests[chosen]
+        samples = wanted.sample_ids or (wanted.id,)
+        doomed = {sample for sample in (samples if chosen == wanted.id else (chosen,)) if sample in self.scheduler.sequences}
+        self.failing |= doomed
+        return doomed
 
     def abort(self, request: RequestId) -> None:
         self.see(self.scheduler.abort(request, self.now_s))

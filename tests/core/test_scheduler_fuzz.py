@@ -9,11 +9,11 @@ import pytest
 
 from engine.core.cache_config import CacheConfig
 from engine.core.errors import CapacityError
-from engine.core.events import Admitted, Preempted, Resumed
+from engine.core.events import Admitted, Finished, Preempted, Resumed
 from engine.core.request import Request
 from engine.core.sampling import SamplingParams
 from engine.core.scheduler_config import SchedulerConfig
-from tests.core.core_harness import EOS, Replica
+from tests.core.core_harness import EOS, FAILURE, Replica
 
 KINDS = ("dense", "state", "drafts", "swap", "ranks")
 SEEDS = range(12)
@@ -82,6 +82,8 @@ def run(seed: int, kind: str, actions: int = 250) -> Replica:
             replica.plan()
         elif dice < 0.96 and replica.plans:
             replica.commit(rng.randint(0, 5))
+        elif dice < 0.97 and replica.scheduler.sequences:
+            cut |= replica.doom(rng.choice(sorted(replica.scheduler.sequences)))
         elif dice < 0.99 and replica.scheduler.sequences:
             chosen = rng.choice(sorted(replica.scheduler.sequences))
             cut.add(chosen)
@@ -117,11 +119,13 @@ def test_random_runs(kind: str) -> None:
                 name = event.origin
             if isinstance(event, (Preempted, Resumed)):
                 name += event.kind
+            if isinstance(event, Finished) and event.message == FAILURE:
+                name = "failed item"
             if isinstance(event, Preempted):
                 preemptions[event.request] = preemptions.get(event.request, 0) + 1
             seen[name] = seen.get(name, 0) + 1
         assert max(preemptions.values(), default=0) <= bound
-    wanted = ["prefix", "cold", "fork", "Preemptedrecompute"] + (
+    wanted = ["prefix", "cold", "fork", "failed item", "Preemptedrecompute"] + (
         ["Preemptedswap", "Resumedswap"] if kind == "swap" else ["Resumedrecompute"]
     )
     assert all(seen.get(name, 0) > 3 for name in wanted), seen

@@ -118,6 +118,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         (self.replica.stop if stop else self.replica.abort)(chosen)
         assert chosen not in self.replica.scheduler.sequences
 
+    @precondition(lambda self: self.replica.scheduler.sequences)
+    @rule(pick=st.integers(0, 100))
+    def fail_one(self, pick: int) -> None:
+        alive = sorted(self.replica.scheduler.sequences)
+        self.cut |= self.replica.doom(alive[pick % len(alive)])
+
     @rule(dice=st.integers(0, 12))
     def fail(self, dice: int) -> None:
         if dice == 0:
