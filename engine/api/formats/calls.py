@@ -56,9 +56,9 @@ class JsonReader:
         begin = 0
         if not self._parts:
             header = self._header + text
-            begin = next((at for at, char in enumerate(header) if self._begins(header, at, char)), len(header))
+            begin = self._begin(header)
             self._header = header[:begin]
-            if not self._may_be_header() or len(self._header) > MAX_HEADER_CHARS:
+            if begin > MAX_HEADER_CHARS or (self._header_pattern is None and self._header.strip()):
                 return Reading(None)
             if begin == len(header):
                 return None
@@ -72,11 +72,15 @@ class JsonReader:
     def finish(self) -> Reading:
         return Reading(None)
 
-    def _begins(self, text: str, at: int, char: str) -> bool:
-        return char == "{" or (char == "[" and not text[:at].strip())
-
-    def _may_be_header(self) -> bool:
-        return not self._header.strip() or self._header_pattern is not None
+    @staticmethod
+    def _begin(text: str) -> int:
+        """Where the value begins, the length of what there is before it where it does not; no further than a header may go."""
+        text = text[: MAX_HEADER_CHARS + 1]
+        blank = len(text) - len(text.lstrip())
+        if text.startswith("[", blank):
+            return blank
+        brace = text.find("{", blank)
+        return len(text) if brace < 0 else brace
 
     def _scan(self, text: str, begin: int) -> int | None:
         """Where the value ends, None if not here, 0 where it is no JSON."""

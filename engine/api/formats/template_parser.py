@@ -16,6 +16,7 @@ THINK_BEGIN = "<think>"
 THINK_END = "</think>"
 _MAX_LEADING_SPACE = 16  # before a tag that may begin an answer
 
+_SLICE_CHARS = 1024
 _SPACE = " \t\r\n"
 
 Thinking = Literal["none", "begun", "possible"]
@@ -53,8 +54,10 @@ class TemplateParser:
         return self._state == "thoughts"
 
     def push(self, text: str) -> Delta:
-        self._buffer += text
-        self._run(at_end=False)
+        # In slices: what is no call is looked at again, and that should not be a whole long text each time.
+        for begin in range(0, len(text), _SLICE_CHARS):
+            self._buffer += text[begin : begin + _SLICE_CHARS]
+            self._run(at_end=False)
         return self._take()
 
     def finish(self) -> Delta:
