@@ -94,9 +94,7 @@ def _build(
     if isinstance(files.spec, DenseSpec):
         from engine.model.dense import DenseModel
 
-        if place.num_ranks > 1:
-            raise ConfigError(f"{files.spec.name}: layout {place.layout} is not run for this family by this release")
-        return DenseModel(files.spec, weights, dtype=dtype, device=device)
+        return DenseModel(files.spec, weights, dtype=dtype, device=device, groups=groups)
     from engine.model.v41 import V41Model
 
     token_map = _token_map(files, load_format) if files.spec.engram else None
