@@ -92,9 +92,10 @@ class Executed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The worker is about to exit with a code that is not 0. ``fault`` says whose: the operator's configuration or the program's."""
+    """The worker is about to exit with a code that is not 0. ``fault`` says whose: the operator's configuration, the program's, or another
+    rank's, for which it waited in vain."""
 
-    fault: Literal["config", "internal"]
+    fault: Literal["config", "internal", "peer"]
     during: str
     message: str
     traceback: str

@@ -161,7 +161,7 @@ class _Supervisor:
         except BaseException as caught:
             error = _single(caught) if isinstance(caught, BaseExceptionGroup) else caught
             if isinstance(error, WorkerError):
-                error = workers.blame(error)
+                error = await workers.blame(error)
             if _is_cancellation(error):
                 self._scheduler.fail_all(CapacityError("the engine was stopped"))
                 raise

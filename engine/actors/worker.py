@@ -47,6 +47,8 @@ LoadProgress = Callable[[str, int, int], None]
 # After its channel ended a process is at its own exit; after SIGKILL only the kernel is. Both take milliseconds.
 _REAP_TIMEOUT_S = 5.0
 _REAP_POLL_S = 0.01  # where the system has no pidfd
+# When a collective fails on one rank: until its peers have failed in it too, or said what happened to them.
+_BLAME_TIMEOUT_S = 1.0
 # How long torch's threads spin where they wait for each other, before they sleep (GNU OpenMP: some tens of microseconds). By default
 # it is milliseconds, and where another process keeps a core busy a thread spins while the one it waits for has none: a decode step
 # took fifty times as long, with this at most three times; idle there is no difference.
@@ -63,6 +65,7 @@ class Worker:
         self.config = config
         self._supervision = supervision
         self._failure: TwinferError | None = None
+        self.let_down = False  # it failed because another rank did not come
         self._missed_beats = 0
         self._heard_s = trio.current_time()  # the last sign of life
         self._exit_lock = trio.Lock()
@@ -181,6 +184,18 @@ class Worker:
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
+    async def wait_failed(self) -> TwinferError:
+        """Read until the worker says why it fails, or its process ends. For a worker that nobody else reads from any more."""
+        try:
+            while True:
+                await self._receive()
+        except TwinferError as error:
+            return error
+
+    def hanging(self, consequence: TwinferError) -> WorkerError:
+        """The error of a worker that neither failed nor went on, and so made another one fail."""
+        return WorkerError(self.name, f"{'is stopped' if _is_stopped(self.pid) else 'hangs or is too slow'}; hence {consequence}")
+
     def killed_by_others(self) -> WorkerError | None:
         """The error of a worker that a signal from outside has ended; None for any other."""
         code = self._process.poll()
@@ -213,7 +228,8 @@ class Worker:
             match reply.fault:
                 case "config":
                     self._failure = ConfigError(reply.message)
-                case "internal":
+                case "internal" | "peer":
+                    self.let_down = reply.fault == "peer"
                     self._failure = WorkerError(self.name, f"failed during {reply.during}: {reply.message}")
                 case _:
                     assert_never(reply.fault)
@@ -264,12 +280,35 @@ class WorkerGroup:
         for worker in self.workers:
             worker.kill()
 
-    def blame(self, error: WorkerError) -> WorkerError:
-        """The root of a failure: a worker that was killed makes its neighbours fail too, and they may be heard first."""
-        for worker in self.workers:
-            if worker.name != error.worker and (killed := worker.killed_by_others()) is not None:
+    async def blame(self, error: TwinferError) -> TwinferError:
+        """The root of a failure: a worker that dies, fails or hangs makes its peers fail too, and they may be heard first.
+
+        For a group that nobody reads from any more. Takes a moment where ``error`` is such a consequence, else none.
+        """
+        heard = [worker for worker in self.workers if isinstance(error, WorkerError) and worker.name == error.worker]
+        others = [worker for worker in self.workers if heard and worker is not heard[0]]
+        for worker in others:
+            if (killed := worker.killed_by_others()) is not None:
                 return killed
-        return error
+        if not heard or not heard[0].let_down:
+            return error
+        silent = dict.fromkeys(others)
+        roots: list[TwinferError] = []
+
+        async def listen(worker: Worker) -> None:
+            found = await worker.wait_failed()
+            del silent[worker]
+            if not worker.let_down:
+                roots.append(found)
+                scope.cancel()
+
+        with trio.move_on_after(_BLAME_TIMEOUT_S, shield=True) as scope:
+            async with trio.open_nursery() as nursery:
+                for worker in others:
+                    nursery.start_soon(listen, worker)
+        if roots:
+            return roots[0]
+        return next((worker.hanging(error) for worker in silent), error)
 
     def queue(self, data_rank: int, command: WorkerCommand) -> None:
         for worker in self.workers:
@@ -319,14 +358,21 @@ async def open_workers(
                 config = msgspec.structs.replace(config, rendezvous=str(Path(meeting.name, "rendezvous")))
             workers.append(Worker(config, supervision, module))
         infos: dict[str, Ready] = {}
+        failures: list[TwinferError] = []
 
         async def start(worker: Worker) -> None:
-            infos[worker.name] = await worker.start(loading)
+            try:
+                infos[worker.name] = await worker.start(loading)
+            except TwinferError as error:
+                failures.append(error)
+                nursery.cancel_scope.cancel()  # without this one the others wait for nothing
 
         async with trio.open_nursery() as nursery:
             for worker in workers:
                 nursery.start_soon(start, worker)
-        group = WorkerGroup(workers, [infos[worker.name] for worker in workers])
+        group = WorkerGroup(workers, [infos[worker.name] for worker in workers if worker.name in infos])
+        if failures:
+            raise await group.blame(failures[0])
         yield group
         graceful = group.graceful
     finally:

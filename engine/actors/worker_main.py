@@ -40,7 +40,7 @@ from engine.actors.messages import (
     WorkerCommand,
     WorkerReply,
 )
-from engine.core.errors import ConfigError
+from engine.core.errors import CollectiveError, ConfigError
 from engine.core.plan import RankPlan, RankResult, RequestId, StepPeers
 from engine.core.sampling import SamplingParams
 
@@ -141,13 +141,23 @@ def serve(channel: _Channel, build: RunnerFactory) -> int:
         return EXIT_ORPHANED
     except Exception as error:
         text = "".join(traceback.format_exception(error))[-MAX_TRACEBACK_CHARS:]
-        fault: Literal["config", "internal"] = "config" if isinstance(error, ConfigError) else "internal"
-        if fault == "internal":  # the operator's mistakes are one line at the parent, and where they were found is no help
+        fault = _fault_of(error)
+        if fault == "internal":  # mistakes of the operator or of a peer are one line at the parent, and where they were found is no help
             sys.stderr.write(text)
-        message = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+        message = f"{type(error).__name__}: {error}" if fault == "internal" else str(error)
         with contextlib.suppress(ChannelClosedError):
             channel.send(Failed(fault=fault, during=during, message=message, traceback=text))
         return EXIT_FAULT
+
+
+def _fault_of(error: Exception) -> Literal["config", "internal", "peer"]:
+    match error:
+        case ConfigError():
+            return "config"
+        case CollectiveError():
+            return "peer"
+        case _:
+            return "internal"
 
 
 def _serve_heartbeat(channel: SyncChannel[HeartbeatReply, HeartbeatCommand]) -> None:

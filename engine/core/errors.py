@@ -5,6 +5,7 @@ CapacityError   the load's (429 / 503): try again later or elsewhere.
 ConfigError     the operator's, raised at start: flags, model folders, layouts.
 DomainError     a model was asked outside the range it knows.
 WorkerError     a worker process died, hung or raised; names the worker.
+CollectiveError a rank waited in vain for its peers: one of them is at fault.
 GenerationError one request could not go on (unusable logits, a grammar that came to a dead end); the others are not affected.
 StoppedError    nobody's: a stop signal came before the work was done.
 InvariantError  ours: a conservation law does not hold.
@@ -48,6 +49,10 @@ class WorkerError(TwinferError):
     def __init__(self, worker: str, message: str) -> None:
         super().__init__(f"{worker}: {message}")
         self.worker = worker
+
+
+class CollectiveError(TwinferError):
+    """A collective failed on this rank: a peer has died, hangs, or was slower than the limit."""
 
 
 class GenerationError(TwinferError):

@@ -20,16 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, Store, TCPStore  # torch.distributed's own names are not typed
 
-from engine.core.errors import ConfigError, TwinferError
+from engine.core.errors import CollectiveError, ConfigError
 from engine.core.sharding import RankPlace
 from engine.core.traffic import ONE_SHOT_BYTES
 
 DEFAULT_TIMEOUT_S = 60.0
 _R = TypeVar("_R")
-
-
-class CollectiveError(TwinferError):
-    """A collective failed on this rank: a peer has died, hangs, or was slower than the limit."""
 
 
 class Traffic:
