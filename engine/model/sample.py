@@ -66,21 +66,24 @@ class DraftControls:
     all_greedy: bool
 
 
-def unusable(best_R: Tensor, rows: SampleRows) -> dict[int, str]:
-    """The items with a row that nothing can be chosen from, and why. A row's maximum is finite exactly where it has no NaN (which max
-    propagates), no +inf and something above -inf."""
+def unusable(best_R: Tensor, rows: SampleRows) -> tuple[dict[int, str], bool]:
+    """The items with a row that nothing can be chosen from, and why; and whether a row holds NaN or +inf. ``best_R`` are the rows'
+    maxima: finite exactly where a row has no NaN (which max propagates), no +inf and something above -inf."""
     if bool(best_R.isfinite().all()):
-        return {}
+        return {}, False
     errors: dict[int, str] = {}
+    worst = False
     starts = rows.row_starts_I1.tolist()
     for row in (~best_R.isfinite()).nonzero()[:, 0].tolist():
         value = float(best_R[row])
+        exhausted = value == -torch.inf
+        worst |= not exhausted
         errors[bisect_right(starts, row) - 1] = (
             "no token is left to choose from: the model, a logit bias or the grammar excludes every one"
-            if value == -torch.inf
+            if exhausted
             else f"the model's output is unusable: its largest logit is {value}"
         )
-    return errors
+    return errors, worst
 
 
 def blanked(logits_RV: Tensor, rows: SampleRows, items: Iterable[int]) -> Tensor:

@@ -41,7 +41,7 @@ from engine.model.slot_parameters import (
     Uses,
 )
 
-_ADJUSTS = Uses.PENALTIES | Uses.BIAS | Uses.MIN_TOKENS | Uses.GRAMMAR
+_SHIFTS = Uses.PENALTIES | Uses.BIAS | Uses.MIN_TOKENS
 
 
 class Sampler:
@@ -103,15 +103,15 @@ class Sampler:
             item_R = torch.repeat_interleave(rows.num_drafts_I + 1, output_size=num_rows)
             depth_R = torch.arange(num_rows, device=self.device) - rows.row_starts_I1[item_R]
         errors: dict[int, str] = {}
-        if uses & _ADJUSTS:
-            # Before the adjustments, which could turn an infinity into something that looks sound.
-            errors = unusable(logits_RV.amax(1), rows)
+        unusable_logits = False
+        if uses & _SHIFTS:
+            # Before the adjustments, which could turn an infinity into something that looks sound. (A mask cannot.)
+            errors, unusable_logits = unusable(logits_RV.amax(1), rows)
+        if uses & (_SHIFTS | Uses.GRAMMAR):
             adjusted_RV = self._adjusted(logits_RV, rows, uses_I, draft_IK, item_R, depth_R)
-        unusable_logits = bool(errors)
         best_R, argmax_R = adjusted_RV.max(1)
-        errors = unusable(best_R, rows) | errors
-        if not uses & _ADJUSTS:
-            unusable_logits = bool(errors)
+        found, found_unusable = unusable(best_R, rows)
+        errors, unusable_logits = found | errors, unusable_logits or found_unusable
         if Uses.GRAMMAR in uses:
             errors |= self._grammar_errors(rows, uses_I)
         if errors:
@@ -157,10 +157,15 @@ class Sampler:
         depth_R: Tensor | None,
     ) -> Tensor:
         """Bias, penalties, the min_tokens mask and last the grammars' masks, on the rows that use them."""
-        adjusted_RV = logits_RV.clone()
+        masks_all = bool(((uses_I & Uses.GRAMMAR) != 0).all())
+        in_place = not masks_all or bool((uses_I & _SHIFTS).any())
+        adjusted_RV = logits_RV.clone() if in_place else logits_RV
         slots_R = rows.slots_I if item_R is None else rows.slots_I[item_R]
         for flag in (Uses.BIAS, Uses.PENALTIES, Uses.MIN_TOKENS, Uses.GRAMMAR):
             if not (uses_I & flag).any():
+                continue
+            if flag is Uses.GRAMMAR and masks_all:
+                adjusted_RV = kernels.masked(adjusted_RV, self._grammar_masks(rows, uses_I, draft_IK))
                 continue
             row_r = self._rows_using(uses_I, flag, item_R)
             slots_r = slots_R[row_r]

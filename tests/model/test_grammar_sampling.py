@@ -35,7 +35,7 @@ from engine.tokenizer import Tokenizer
 from tests.model.engine_harness import Engine, Finished, Preempted, random_v41, small_v41_spec
 
 EOS = 1
-NEW = 60
+NEW = 40
 
 
 @lru_cache
@@ -371,12 +371,12 @@ def fits(value: Any, schema: dict[str, Any]) -> bool:
 @given(
     drawn=st.lists(st.tuples(schemas(), st.integers(0, 99), st.booleans()), min_size=4, max_size=4), draft_tokens=st.sampled_from([0, 2])
 )
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 def test_finished_answers_satisfy_their_schema(model: Model, drawn: list[tuple[dict[str, Any], int, bool]], draft_tokens: int) -> None:
     engine = engine_of(model, draft_tokens=draft_tokens)
     ids = [
         engine.submit(
-            [3 + seed % 50] * 5, max_tokens=150, ignore_eos=False, grammar=grammar_of(JsonSchema(schema)), seed=seed,
+            [3 + seed % 50] * 5, max_tokens=60, ignore_eos=False, grammar=grammar_of(JsonSchema(schema)), seed=seed,
             temperature=1.0 if sampled else 0.0,
         )[0]
         for schema, seed, sampled in drawn
