@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
@@ -38,6 +36,7 @@ from engine.actors.messages import (
     WorkerCommand,
     WorkerReply,
 )
+from engine.actors.process import describe_exit, is_stopped, open_pidfd, spawn_module, wait_exit
 from engine.core.errors import ConfigError, InvariantError, TwinferError, WorkerError
 from engine.core.plan import RankResult, StepPlan, StepResult, step_peers
 
@@ -46,14 +45,8 @@ WORKER_MODULE = "engine.actors.worker_main"
 LoadProgress = Callable[[str, int, int], None]
 # After its channel ended a process is at its own exit; after SIGKILL only the kernel is. Both take milliseconds.
 _REAP_TIMEOUT_S = 5.0
-_REAP_POLL_S = 0.01  # where the system has no pidfd
 # When a collective fails on one rank: until its peers have failed in it too, or said what happened to them.
 _BLAME_TIMEOUT_S = 1.0
-# How long torch's threads spin where they wait for each other, before they sleep (GNU OpenMP: some tens of microseconds). By default
-# it is milliseconds, and where another process keeps a core busy a thread spins while the one it waits for has none: a decode step
-# took fifty times as long, with this at most three times; idle there is no difference.
-_SPIN_COUNT = "2000"
-_PROJECT_ROOT = Path(__file__).resolve().parents[2]
 
 
 class Worker:
@@ -80,7 +73,7 @@ class Worker:
                 raise WorkerError(self.name, f"could not be started: {error}") from error
         self._plans: TrioChannel[WorkerCommand, WorkerReply] = TrioChannel(plan_ours, WorkerReply)
         self._heartbeat: TrioChannel[HeartbeatCommand, HeartbeatReply] = TrioChannel(heartbeat_ours, HeartbeatReply)
-        self._pidfd = _open_pidfd(self._process.pid)
+        self._pidfd = open_pidfd(self._process.pid)
 
     @property
     def pid(self) -> int:
@@ -155,7 +148,7 @@ class Worker:
                 await trio.sleep_until(begin_s + interval_s)
                 continue
             self._missed_beats += 1
-            if self._missed_beats >= 2 and _is_stopped(self.pid):
+            if self._missed_beats >= 2 and is_stopped(self.pid):
                 raise self._give_up(f"is stopped: {self._missed_beats} heartbeats of {interval_s:g} s missed")
             if self._missed_beats * interval_s >= timeout_s:
                 raise self._give_up(f"gave no heartbeat for heartbeat_timeout_s = {timeout_s:g}")
@@ -194,14 +187,14 @@ class Worker:
 
     def hanging(self, consequence: TwinferError) -> WorkerError:
         """The error of a worker that neither failed nor went on, and so made another one fail."""
-        return WorkerError(self.name, f"{'is stopped' if _is_stopped(self.pid) else 'hangs or is too slow'}; hence {consequence}")
+        return WorkerError(self.name, f"{'is stopped' if is_stopped(self.pid) else 'hangs or is too slow'}; hence {consequence}")
 
     def killed_by_others(self) -> WorkerError | None:
         """The error of a worker that a signal from outside has ended; None for any other."""
         code = self._process.poll()
         if self._failure is not None or code is None or code >= 0:
             return None
-        return WorkerError(self.name, _describe_exit(code))
+        return WorkerError(self.name, describe_exit(code))
 
     async def _await_pong(self, number: int) -> bool:
         # Late answers to earlier pings come first. They too say that the worker lives.
@@ -252,18 +245,13 @@ class Worker:
         with trio.move_on_after(_REAP_TIMEOUT_S):
             code = await self._wait_exit()
             if self._failure is None:
-                self._failure = WorkerError(self.name, _describe_exit(code))
+                self._failure = WorkerError(self.name, describe_exit(code))
         return self._failure or self._give_up("closed its channel without exiting")
 
     async def _wait_exit(self) -> int:
         # The lock: several tasks may find the worker dead at once, and a descriptor has one waiter.
         async with self._exit_lock:
-            while (code := self._process.poll()) is None:
-                if self._pidfd is not None:
-                    await trio.lowlevel.wait_readable(self._pidfd)
-                else:
-                    await trio.sleep(_REAP_POLL_S)
-            return code
+            return await wait_exit(self._process, self._pidfd)
 
 
 class WorkerGroup:
@@ -385,48 +373,4 @@ async def open_workers(
 
 
 def _spawn(module: str, plan_fd: int, heartbeat_fd: int) -> subprocess.Popen[bytes]:
-    """Start the interpreter on ``module``.
-
-    Called in trio's own thread although it blocks for some milliseconds: the worker asks the kernel to be killed when its
-    parent ends, and by that the kernel means the thread that spawned it.
-    """
-    environment = dict(os.environ)
-    inherited = environment.get("PYTHONPATH")
-    environment["PYTHONPATH"] = os.pathsep.join([str(_PROJECT_ROOT), *([inherited] if inherited else [])])
-    if "OMP_WAIT_POLICY" not in environment:
-        environment.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
-    arguments = [f"--plan-fd={plan_fd}", f"--heartbeat-fd={heartbeat_fd}", f"--parent-pid={os.getpid()}"]
-    return subprocess.Popen(
-        # -P: never import from the directory the user happens to be in.
-        [sys.executable, "-P", "-m", module, *arguments],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=2,  # stdout belongs to the command's answer
-        pass_fds=(plan_fd, heartbeat_fd),
-        start_new_session=True,  # Ctrl-C goes to the terminal's foreground group: to the parent alone
-    )
-
-
-def _open_pidfd(pid: int) -> int | None:
-    try:
-        return os.pidfd_open(pid)
-    except (AttributeError, OSError):
-        return None
-
-
-def _is_stopped(pid: int) -> bool:
-    """Whether the kernel lists the process as stopped; false where there is no /proc."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[:1] in (["T"], ["t"])
-
-
-def _describe_exit(code: int) -> str:
-    if code >= 0:
-        return f"exited with code {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was killed by signal {-code}"
+    return spawn_module(module, {"plan-fd": plan_fd, "heartbeat-fd": heartbeat_fd})
