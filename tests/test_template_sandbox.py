@@ -24,8 +24,8 @@ def growing(start: str, step: str, end: str = "{{ ns.x }}") -> str:
 @pytest.mark.parametrize(
     "source",
     [
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-        "{% for i in range(99999) %}{% for j in range(99999) if false %}{% endfor %}{% endfor %}",
+        "{% set r = range(99999) %}{% for i in r %}{% for j in r %}{% for k in r %}{% endfor %}{% endfor %}{% endfor %}",
+        "{% set r = range(99999) %}{% for i in r %}{% for j in r if false %}{% endfor %}{% endfor %}",
         "{% macro f(n) %}{% if n %}{% set x = f(n - 1) %}{% set y = f(n - 1) %}{% endif %}{% endmacro %}{% set z = f(60) %}",
         "{% for i in [1] recursive %}{% set x = loop([1, 1]) %}{% endfor %}",
         "{% set ns = namespace(x=[1]) %}{% for i in range(99999) %}{% for j in range(99999) %}{% set ns.x = [j] %}{% endfor %}{% endfor %}",

@@ -113,6 +113,8 @@ def test_past_calls_in_each_templates_way() -> None:
     # A template that joins the arguments as text, and one that tells calls by content that is none.
     as_text = TAGGED.replace("c.function.arguments | tojson", "c.function.arguments + ''")
     assert expected in prepare(template_format(as_text), *history).prompt
+    # One that prints the arguments as they are, so that an object would come out in Python's spelling.
+    assert expected in prompt(prepare(template_format(TAGGED.replace("c.function.arguments | tojson", "c.function.arguments")), *history))
     none = TAGGED.replace("for c in m.tool_calls or []", "for c in (m.tool_calls if m.content is none else [])")
     assert expected in prepare(template_format(none.replace("{{ m.content }}", "{{ m.content or '' }}")), *history).prompt
     loop = "{% for k, v in c.function.arguments.items() %}<parameter={{ k }}>\n{{ v }}\n</parameter>{% endfor %}"
@@ -199,6 +201,7 @@ def test_switched_thinking() -> None:
 
 def test_a_prompt_that_opens_the_thoughts() -> None:
     prepared = prepare(template_format(ALWAYS))
+    assert read(prepared, "\n", "\nhm</think>yes").all == ("yes", "hm", [])
     result = read(prepared, "hm", "</th", "ink>\n\nyes")
     assert result.all == ("yes", "hm", [])
     assert result.was_reasoning == [True, True, True, False]
@@ -231,6 +234,7 @@ def parser(form: str, thinking: Thinking = "none", *, parallel: bool = True) -> 
          "</parameter>\n</function>\n</tool_call>", "", [{"city": "Rome\nIt", "days": 2}]),
         ("tagged_functions", "<tool_call>\n<function=weather>\n<parameter=city>\n12\n</parameter>\n</function>", "", [{"city": "12"}]),
         ("tagged_functions", "<tool_call><function=f></function></tool_call>x", "x", [{}]),
+        ("tagged_functions", "<tool_call><function=f></function>\n<tool_call><function=g></function></tool_call>", "", [{}, {}]),
         ("bare_json", '{"name": "weather", "parameters": {"city": "Rome"}}', "", [{"city": "Rome"}]),
         ("bare_json", '\n<|python_tag|>{"name": "weather", "parameters": {}}; {"name": "clock", "arguments": {}}', "\n", [{}, {}]),
         ("marked_list", '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "[Rome]"}}, {"name": "b", "arguments": {}}]', "",
@@ -258,6 +262,7 @@ def test_calls(form: str, text: str, content: str, calls: list[Any]) -> None:
         ("tagged_json", '<tool_call>{"name": "a", "arguments": ' + '{"a":' * 3000 + "1" + "}" * 3001),
         ("tagged_json", "<tool_call>" + " " * 600 + "{}"),
         ("tagged_functions", "<tool_call><function=f><parameter=a>x</function></tool_call>"),
+        ("tagged_functions", "<tool_call><function=f><tool_call></tool_call>"),
         ("tagged_functions", "<tool_call><function=f>stray</function></tool_call>"),
         ("bare_json", '{"name": "unknown", "parameters": {}}'),
         ("bare_json", '{"answer": 42}'),

@@ -145,13 +145,15 @@ class TagReader:
             return None
         whole = "".join(self._parts)
         end = len(whole) - len(window) + min(ends)
-        if not whole.startswith(self._END, end):  # a call does not begin inside another
-            return Reading(None)
-        return Reading(self._calls(whole[:end]), whole[end + len(self._END) :])
+        if whole.startswith(self._END, end):
+            return Reading(self._calls(whole[:end]), whole[end + len(self._END) :])
+        return Reading(self._unclosed(whole[:end]), whole[end:])  # a call does not begin inside another
 
     def finish(self) -> Reading:
-        whole = "".join(self._parts)
-        return Reading(self._calls(whole) if whole.rstrip().endswith("</function>") else None)
+        return Reading(self._unclosed("".join(self._parts)))
+
+    def _unclosed(self, text: str) -> tuple[ParsedCall, ...] | None:
+        return self._calls(text) if text.rstrip().endswith("</function>") else None
 
     def _calls(self, text: str) -> tuple[ParsedCall, ...] | None:
         begun = self._FUNCTION.match(text)
