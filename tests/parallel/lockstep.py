@@ -1,13 +1,18 @@
-"""One rank of a replica as a process of its own: ``python -m tests.parallel.lockstep RANK NUM_RANKS FOLDER``.
+"""The ranks of a replica as processes of their own: ``python -m tests.parallel.lockstep NUM_RANKS FOLDER``.
 
-It reads ``cases.json`` in FOLDER and serves each case's requests: every rank runs the whole scheduler, executes its own RankPlan, and reads
-the others' results from a store, which stands for the actors. What came out goes to ``result-RANK.json``.
+They read ``cases.json`` in FOLDER and serve each case's requests: every rank runs the whole scheduler, executes its own RankPlan, and reads
+the others' results from a store, which stands for the actors. What came out goes to ``result-RANK.json``, the ranks' exit codes to stdout.
+The ranks are forked from a process that has imported torch, which takes longer than all the cases.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import sys
 import time
+import traceback
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,6 +22,7 @@ import torch
 from torch._C._distributed_c10d import FileStore
 
 from engine.core.cache_config import CacheConfig
+from engine.core.errors import CollectiveError
 from engine.core.events import Event, TokensEmitted
 from engine.core.expert_map import ExpertMap
 from engine.core.memory import plan_memory
@@ -37,6 +43,7 @@ from engine.parallel.experts import Routing
 from engine.parallel.groups import ParallelGroups
 
 TIMEOUT_S = 30.0
+EXIT_PEER = 7
 CACHE = CacheConfig(num_blocks=64, block_size=16, max_running=8, max_batched_tokens=64, context_length=256)
 
 
@@ -49,6 +56,15 @@ class Job(msgspec.Struct, frozen=True):
     temperature: float = 0.0
 
 
+class Fault(msgspec.Struct, frozen=True):
+    """``rank`` sends itself ``signal`` instead of its ``call``-th collective of a kind."""
+
+    rank: int
+    kind: str
+    call: int
+    signal: int
+
+
 class Case(msgspec.Struct, frozen=True):
     name: str
     place: RankPlace
@@ -57,6 +73,8 @@ class Case(msgspec.Struct, frozen=True):
     draft_tokens: int = 0
     grouped: bool = False  # the grouped form of the expert products, which tiny experts do not get by themselves
     rebalance: dict[int, tuple[ExpertMap, ...]] = {}  # before which step, and the maps of all layers
+    fault: Fault | None = None
+    timeout_s: float = TIMEOUT_S
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -195,6 +213,21 @@ def run_case(case: Case, groups: ParallelGroups | None, store: FileStore | None,
         experts._DENSE_MACS.update(few)
 
 
+def arm(fault: Fault | None, groups: ParallelGroups) -> None:
+    if fault is None or fault.rank != groups.place.rank:
+        return
+    left, start = fault.call, groups.world.start_all_to_all
+
+    def faulty(kind: str, *arguments: Any) -> Any:
+        nonlocal left
+        left -= kind == fault.kind
+        if left == 0:
+            os.kill(os.getpid(), fault.signal)
+        return start(kind, *arguments)
+
+    groups.world.start_all_to_all = faulty  # type: ignore[method-assign, assignment]
+
+
 def main(rank: int, num_ranks: int, folder: Path) -> None:
     torch.set_num_threads(1)
     cases = msgspec.json.decode((folder / "cases.json").read_bytes(), type=list[Case])
@@ -207,12 +240,44 @@ def main(rank: int, num_ranks: int, folder: Path) -> None:
             if groups is not None:
                 groups.close()
             place = msgspec.structs.replace(case.place, rank=rank)
-            groups = ParallelGroups(place, rendezvous=str(folder / f"meet-{index}"), device=torch.device("cpu"), timeout_s=TIMEOUT_S)
+            groups = ParallelGroups(place, rendezvous=str(folder / f"meet-{index}"), device=torch.device("cpu"), timeout_s=case.timeout_s)
+        arm(case.fault, groups)
         outcomes[case.name] = run_case(case, groups, store, rank)
     (folder / f"result-{rank}.json").write_bytes(msgspec.json.encode(outcomes))
     if groups is not None:
         groups.close()
 
 
+def run(rank: int, num_ranks: int, folder: Path) -> int:
+    """The exit code."""
+    try:
+        main(rank, num_ranks, folder)
+    except CollectiveError as error:
+        sys.stderr.write(f"CollectiveError: {error}\n")
+        return EXIT_PEER
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def fork(num_ranks: int, folder: Path) -> list[int]:
+    """Exit codes of the ranks (minus the signal's number where one ended them); when the first rank has ended, stopped ones are killed."""
+    pids = []
+    for rank in range(num_ranks):
+        pid = os.fork()
+        if pid == 0:
+            code = run(rank, num_ranks, folder)
+            sys.stderr.flush()
+            os._exit(code)  # as the worker does: gloo's threads may not outlive the interpreter
+        pids.append(pid)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pids[0], 0)[1])]
+    for pid in pids[1:]:
+        if codes[0] != 0:
+            os.kill(pid, signal.SIGKILL)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    return codes
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    print(json.dumps(fork(int(sys.argv[1]), Path(sys.argv[2]))))
