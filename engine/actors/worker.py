@@ -6,6 +6,7 @@ thread of its own over there, so that a long forward does not look dead while a 
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import os
 import socket
@@ -46,21 +47,113 @@ LoadProgress = Callable[[str, int, int], None]
 # After its channel ended a process is at its own exit; after SIGKILL only the kernel is. Both take milliseconds.
 _REAP_TIMEOUT_S = 5.0
 # When a collective fails on one rank: until its peers have failed in it too, or said what happened to them.
-_BLAME_TIMEOUT_S = 1.0
+_BLAME_TIMEOUT_S = 0.5
 
 
-class Worker:
+class RankWorker(abc.ABC):
+    """The worker of one rank, in this node or another one (``nodes.RemoteWorker``): what a WorkerGroup drives."""
+
+    def __init__(self, config: WorkerConfig, supervision: SupervisionConfig) -> None:
+        self.name = config.name
+        self.config = config
+        self.let_down = False  # it failed because another rank did not come
+        self._supervision = supervision
+        self._failure: TwinferError | None = None
+        self._heard_s = trio.current_time()  # the last sign of life
+
+    @property
+    def heartbeat_age_s(self) -> float:
+        """Seconds since the worker, or the node it is in, last gave a sign of life."""
+        return trio.current_time() - self._heard_s
+
+    async def start(self, loading: LoadProgress | None = None) -> Ready:
+        """Have the model loaded. Raises ConfigError where the configuration is at fault, WorkerError otherwise."""
+        timeout_s = self._supervision.start_timeout_s
+        with trio.move_on_after(timeout_s):
+            await self.send(Start(self.config))
+            while isinstance(reply := await self.receive(), Loading):
+                if loading is not None:
+                    loading(self.name, reply.done_parameters, reply.total_parameters)
+            if not isinstance(reply, Ready):
+                raise self._give_up(f"answered Start with {type(reply).__name__}")
+            self._heard_s = trio.current_time()
+            return reply
+        raise self._give_up(f"was not ready within start_timeout_s = {timeout_s:g}")
+
+    async def receive_executed(self, step: int) -> Executed:
+        """The result of ``step``, the oldest one under way."""
+        timeout_s = self._supervision.step_timeout_s
+        with trio.move_on_after(timeout_s):
+            reply = await self.receive()
+            if not isinstance(reply, Executed) or reply.step != step:
+                raise self._give_up(f"answered step {step} with {reply!r:.100}")
+            return reply
+        raise self._give_up(f"did not finish step {step} within step_timeout_s = {timeout_s:g}")
+
+    async def wait_failed(self) -> TwinferError:
+        """Read until the worker says why it fails, or its process ends. For a worker that nobody else reads from any more."""
+        try:
+            while True:
+                await self.receive()
+        except TwinferError as error:
+            return error
+
+    @abc.abstractmethod
+    def queue(self, command: WorkerCommand) -> None:
+        """Let a command leave together with the next one sent."""
+
+    @abc.abstractmethod
+    async def send(self, command: WorkerCommand) -> None:
+        """Raises WorkerError, or what the worker said it failed with."""
+
+    @abc.abstractmethod
+    async def receive(self) -> WorkerReply:
+        """The next reply; a Failed is raised as the error it stands for."""
+
+    @abc.abstractmethod
+    async def run_heartbeat(self) -> NoReturn:
+        """Watch the worker; ends only by raising what is wrong with it."""
+
+    @abc.abstractmethod
+    async def stop(self, *, graceful: bool) -> None:
+        """Runs to its end under cancellation; never raises for a dead worker."""
+
+    @abc.abstractmethod
+    def kill(self) -> None:
+        """End it now."""
+
+    @abc.abstractmethod
+    def hanging(self, consequence: TwinferError) -> WorkerError:
+        """The error of a worker that neither failed nor went on, and so made another one fail."""
+
+    @abc.abstractmethod
+    def killed_by_others(self) -> WorkerError | None:
+        """The error of a worker that a signal from outside has ended; None for any other."""
+
+    @abc.abstractmethod
+    def _give_up(self, reason: str) -> TwinferError:
+        """Decide that the worker is of no use and end it; the first reason stays."""
+
+    def _note_failed(self, reply: Failed) -> TwinferError:
+        if self._failure is None:
+            match reply.fault:
+                case "config":
+                    self._failure = ConfigError(reply.message)
+                case "internal" | "peer":
+                    self.let_down = reply.fault == "peer"
+                    self._failure = WorkerError(self.name, f"failed during {reply.during}: {reply.message}")
+                case _:
+                    assert_never(reply.fault)
+        return self._failure
+
+
+class Worker(RankWorker):
     """One worker process. The scheduler's task uses the plan channel, the heartbeat task the other; nobody else touches either."""
 
     def __init__(self, config: WorkerConfig, supervision: SupervisionConfig, module: str = WORKER_MODULE) -> None:
         """Spawn at once: there is no worker object without a process."""
-        self.name = config.name
-        self.config = config
-        self._supervision = supervision
-        self._failure: TwinferError | None = None
-        self.let_down = False  # it failed because another rank did not come
+        super().__init__(config, supervision)
         self._missed_beats = 0
-        self._heard_s = trio.current_time()  # the last sign of life
         self._exit_lock = trio.Lock()
         plan_ours, plan_theirs = socket.socketpair()
         heartbeat_ours, heartbeat_theirs = socket.socketpair()
@@ -79,27 +172,7 @@ class Worker:
     def pid(self) -> int:
         return self._process.pid
 
-    @property
-    def heartbeat_age_s(self) -> float:
-        """Seconds since the process last answered a ping."""
-        return trio.current_time() - self._heard_s
-
-    async def start(self, loading: LoadProgress | None = None) -> Ready:
-        """Have the model loaded. Raises ConfigError where the configuration is at fault, WorkerError otherwise."""
-        timeout_s = self._supervision.start_timeout_s
-        with trio.move_on_after(timeout_s):
-            await self.send(Start(self.config))
-            while isinstance(reply := await self._receive(), Loading):
-                if loading is not None:
-                    loading(self.name, reply.done_parameters, reply.total_parameters)
-            if not isinstance(reply, Ready):
-                raise self._give_up(f"answered Start with {type(reply).__name__}")
-            self._heard_s = trio.current_time()
-            return reply
-        raise self._give_up(f"was not ready within start_timeout_s = {timeout_s:g}")
-
     def queue(self, command: WorkerCommand) -> None:
-        """Let a command leave together with the next one sent."""
         try:
             self._plans.queue(command)
         except FrameError as error:
@@ -112,16 +185,6 @@ class Worker:
             raise await self._died() from None
         except FrameError as error:
             raise self._give_up(str(error)) from error
-
-    async def receive_executed(self, step: int) -> Executed:
-        """The result of ``step``, the oldest one under way."""
-        timeout_s = self._supervision.step_timeout_s
-        with trio.move_on_after(timeout_s):
-            reply = await self._receive()
-            if not isinstance(reply, Executed) or reply.step != step:
-                raise self._give_up(f"answered step {step} with {reply!r:.100}")
-            return reply
-        raise self._give_up(f"did not finish step {step} within step_timeout_s = {timeout_s:g}")
 
     async def run_heartbeat(self) -> NoReturn:
         """Watch the process; ends only by raising what is wrong with it.
@@ -177,20 +240,10 @@ class Worker:
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
-    async def wait_failed(self) -> TwinferError:
-        """Read until the worker says why it fails, or its process ends. For a worker that nobody else reads from any more."""
-        try:
-            while True:
-                await self._receive()
-        except TwinferError as error:
-            return error
-
     def hanging(self, consequence: TwinferError) -> WorkerError:
-        """The error of a worker that neither failed nor went on, and so made another one fail."""
         return WorkerError(self.name, f"{'is stopped' if is_stopped(self.pid) else 'hangs or is too slow'}; hence {consequence}")
 
     def killed_by_others(self) -> WorkerError | None:
-        """The error of a worker that a signal from outside has ended; None for any other."""
         code = self._process.poll()
         if self._failure is not None or code is None or code >= 0:
             return None
@@ -205,7 +258,7 @@ class Worker:
             if pong.number == number:
                 return True
 
-    async def _receive(self) -> WorkerReply:
+    async def receive(self) -> WorkerReply:
         try:
             reply = await self._plans.receive()
         except (ChannelClosedError, trio.ClosedResourceError):
@@ -215,18 +268,6 @@ class Worker:
         if isinstance(reply, Failed):
             raise self._note_failed(reply)
         return reply
-
-    def _note_failed(self, reply: Failed) -> TwinferError:
-        if self._failure is None:
-            match reply.fault:
-                case "config":
-                    self._failure = ConfigError(reply.message)
-                case "internal" | "peer":
-                    self.let_down = reply.fault == "peer"
-                    self._failure = WorkerError(self.name, f"failed during {reply.during}: {reply.message}")
-                case _:
-                    assert_never(reply.fault)
-        return self._failure
 
     def _give_up(self, reason: str) -> TwinferError:
         """Decide that the worker is of no use and kill it; the first reason stays."""

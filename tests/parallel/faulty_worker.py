@@ -1,7 +1,7 @@
 """A worker process that serves the real model and can be made to fail: somewhere in a step, in one of four ways.
 
-The fault lies as JSON in ``armed`` in the folder ``TWINFER_TEST_FAULTS`` names; the rank it happens on moves it to ``fired`` first. Points of
-a step are the kinds of collectives, and "step" (its begin), "sampling" and "draft".
+The fault lies as JSON in ``armed``, in the folder that ``TWINFER_TEST_FAULTS`` names; the rank it happens on moves it to ``fired`` first.
+Points of a step are the kinds of collectives, and "step" (its begin), "sampling" and "draft".
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from tests.parallel.faulty_worker import FOLDER, Action, Fault
 
 ROOT = Path(__file__).parents[2]
 MODULE = "tests.parallel.faulty_worker"
-COLLECTIVE_TIMEOUT_S = 1.5
+COLLECTIVE_TIMEOUT_S = 1.0
 # On a busy machine; on an idle one an error takes a third of it. What it rules out is waiting for ever.
 PATIENCE_S = 10.0
 
@@ -60,13 +60,11 @@ CASES = [
     (DATA, Fault("slow", "step", "idle")),
     (DATA, Fault("slow", "dispatch", "decode")),
     (DATA, Fault("slow", "engram.fetch", "prefill")),
-    (DATA, Fault("slow", "draft", "decode")),
     (TENSOR, Fault("kill", "all_reduce", "prefill")),
     (TENSOR, Fault("kill", "all_gather", "decode")),
     (TENSOR, Fault("stop", "all_reduce", "decode")),
     (TENSOR, Fault("raise", "all_reduce", "decode")),
     (TENSOR, Fault("slow", "all_reduce", "decode")),
-    (TENSOR, Fault("slow", "sampling", "decode")),
 ]
 
 
@@ -222,4 +220,4 @@ def test_the_command_ends(victim: str) -> None:
     until_sync(lambda: not any(is_alive(pid) for pid in workers))
     assert process.returncode == (1 if victim == "worker" else -signal.SIGKILL)
     if victim == "worker":
-        assert errors.decode().splitlines()[-1] == "twinfer: worker-1: was killed by SIGKILL"
+        assert errors.decode().splitlines()[-1] == "twinfer generate: worker-1: was killed by SIGKILL"
