@@ -280,6 +280,12 @@ def test_calls() -> None:
     assert (both.reasoning, both.parsed_calls) == ("hm", [("clock", {"zone": "utc"})])
 
 
+def test_a_call_ends_the_thoughts() -> None:
+    result = read(prepare(tools=TOOLS, thinking=True), "hm ", BEGIN + '<｜DSML｜ invoke name="clock">\n', "</｜DSML｜ invoke>" + END)
+    assert (result.reasoning, result.content, result.parsed_calls) == ("hm ", "", [("clock", {})])
+    assert result.was_reasoning == [True, True, False, False]
+
+
 @pytest.mark.parametrize("text", ["x <｜DSML｜", "x <｜DSML｜ calls>\nrubbish", BEGIN + "<｜DSML｜ invoke nme=f>", "x" + BEGIN, "a <｜DSM"])
 def test_what_never_becomes_a_call_is_text(text: str) -> None:
     assert read(prepare(tools=TOOLS), *text).content == text

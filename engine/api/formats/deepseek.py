@@ -17,7 +17,6 @@ from deepseek_recipe import (
     ModelVersion,
     ResponsesRequest,
     Tokenizer,
-    WebSearchBehavior,
 )
 
 from engine.chat_template import MAX_RENDERED_CHARS
@@ -93,8 +92,7 @@ class DeepseekFormat:
         return self._finish(chat, lambda: ResponsesRequest(picked).convert(self._options(default)), "input")
 
     def _options(self, thinking: bool) -> ConversionOptions:
-        options = ConversionOptions(default_thinking_mode=thinking, responses_web_search=WebSearchBehavior.Reject)
-        return options.with_model_alias(_ALIAS, ModelVersion.DeepseekV41Flash)
+        return ConversionOptions(default_thinking_mode=thinking).with_model_alias(_ALIAS, ModelVersion.DeepseekV41Flash)
 
     def _finish(self, chat: ChatInput, convert: Callable[[], ConversationRequest], param: str) -> PreparedChat:
         request = _refusing(convert, param)
