@@ -104,7 +104,7 @@ def build(config: WorkerConfig, report: LoadReport) -> Runner:
         injector.begin(step, plan)
         return execute(step, plan, peers)
 
-    runner.execute = execute_faultily  # type: ignore[method-assign]
+    runner.execute = execute_faultily  # type: ignore[method-assign,assignment]
     runner.sampler.sample = before(injector, "sampling", runner.sampler.sample)  # type: ignore[method-assign]
     for name in ("draft", "join_draft"):
         setattr(runner.model, name, before(injector, "draft", getattr(runner.model, name)))
