@@ -11,7 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.api.formats.base import ChatInput, PreparedChat
-from engine.api.formats.calls import BareJson, CallForm, MarkedList, TaggedFunctions, TaggedJson, dump_json, parse_json
+from engine.api.formats.call_readers import dump_json, parse_json
+from engine.api.formats.calls import BareJson, CallForm, MarkedList, TaggedFunctions, TaggedJson
 from engine.api.formats.template import TemplateFormat
 from engine.api.formats.template_parser import TemplateParser, Thinking
 from engine.constraints import Choice, JsonSchema, Lark

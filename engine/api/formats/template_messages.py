@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from engine.chat_template import ChatTemplate
 from engine.core.errors import RequestError
 
-from .calls import parse_json
+from .call_readers import parse_json
 from .limits import check_text_only
 
 _TEXT_KEYS = ("name", "tool_call_id", "reasoning_content")

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from .base import Delta, ToolCallDelta
-from .calls import CallForm, ParsedCall, Reader
+from .call_readers import ParsedCall, Reader
+from .calls import CallForm
 
 THINK_BEGIN = "<think>"
 THINK_END = "</think>"
