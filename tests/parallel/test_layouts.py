@@ -25,6 +25,7 @@ from tests.parallel.processes import launch
 SPEC = small_v41_spec()
 # Of very different load: one rank idles at the end, one has a prompt of several chunks.
 JOBS = (Job(1, 0, 5), Job(70, 1, 12), Job(21, 2, 3))
+LONELY = (Job(70, 3, 5),)  # all ranks but one idle from the first chunk on
 DENSE: dict[str, Any] = {
     "vocab_size": 211, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
     "intermediate_size": 96, "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": True,
@@ -59,6 +60,7 @@ def skewed_maps(spec: V41Spec, spare: int, ranks: int) -> tuple[ExpertMap, ...]:
 CASES: dict[int, list[Case]] = {
     2: [
         Case("dp2ep2", place("1.2.2"), SPEC, JOBS, draft_tokens=3),
+        Case("dp2ep2, one idle", place("1.2.2"), SPEC, LONELY, draft_tokens=3),
         Case("dp2ep2 grouped", place("1.2.2"), SPEC, JOBS, draft_tokens=3, grouped=True),
         Case("dp2ep1", place("1.2.1"), SPEC, JOBS),
         Case("tp2ep1", place("2.1.1"), SPEC, JOBS, draft_tokens=3),
@@ -75,7 +77,7 @@ CASES: dict[int, list[Case]] = {
     ],
     4: [
         Case("tp2dp2ep4", place("2.2.4"), SPEC, JOBS, draft_tokens=3),
-        Case("tp2dp2ep2", place("2.2.2"), SPEC, JOBS),
+        Case("tp2dp2ep2", place("2.2.2"), SPEC, LONELY),
         Case("dp4ep4 grouped, moved", place("1.4.4"), SPEC, JOBS, draft_tokens=3, grouped=True, rebalance={4: skewed_maps(SPEC, 0, 4)}),
         Case("tp4 with fewer kv heads", place("4.1.1"), dense(BIASED), JOBS),
     ],
