@@ -142,6 +142,10 @@ class Runner:
             self.model.join_draft(peers)
         return result
 
+    def time_components(self, timer: ComponentTimer | None) -> None:
+        """Charge the components of the steps from now on to ``timer``; None times none."""
+        self._timer = timer
+
     def take_components(self) -> tuple[tuple[str, float], ...]:
         """Seconds per component since the last call; empty unless ``time_components``."""
         return () if self._timer is None else self._timer.take()

@@ -23,6 +23,7 @@ from engine.core.plan import TokenLogprobs
 from engine.core.sampling import SamplingParams
 from engine.kernels import sampling as kernels
 from engine.kernels.sampling import Draw
+from engine.kernels.timing import component
 from engine.model.grammar_state import GrammarMasks, GrammarState
 from engine.model.sample import DraftControls, DraftTokens, SampleOutput, SampleRows, blanked, unusable
 from engine.model.slot_parameters import (
@@ -83,6 +84,7 @@ class Sampler:
 
     # -- a step -----------------------------------------------------------------------------------------------------------
 
+    @component("sampler")
     def sample(self, logits_RV: Tensor, rows: SampleRows, drafts: DraftTokens | None = None) -> SampleOutput:
         """Emit tokens for every item and advance its state. ``logits_RV`` float32 is not modified.
 

@@ -1,0 +1,342 @@
+"""Prices of steps from a calibration. The one composition rule for the twin, the shadow and ``predict``, whatever the layout:
+
+    rank      the sum of its components, each its fitted rates over its terms
+    step      scale x the slowest rank + the collectives, by kind, size and number + the host's gap between two forwards
+
+Engram's rows travel beside the layers before the first that needs them: only what these do not cover is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from calibration.features import Array, FeatureTable, table_of_plans, uniform_steps
+from calibration.fit import column_names
+from calibration.floors import Messages, Resource, Term, messages, terms
+from engine.core.errors import DomainError
+from engine.core.layout import Layout, parse_layout
+from engine.core.plan import StepPlan
+from engine.core.sharding import EngramPlacement, RankPlace
+from engine.core.specs import COMPONENTS, ModelSpec, V41Spec
+from engine.core.step_cost import ComponentPrice, Provenance, StepPrice
+
+# How much wider an interval is where the rank's own shape was never measured, and per factor of e outside the measured range.
+SCALED_WIDENING = 1.5
+EXTRAPOLATION_WIDENING = 1.0
+RESOURCE_OF_COMPONENT: Mapping[str, Resource] = {
+    **dict.fromkeys(("projection", "expert_gemm", "shared_expert", "dense_ffn", "lm_head", "draft", "mhc", "indexer", "other"), "compute"),
+    **dict.fromkeys(("embed", "attention.window", "attention.sparse", "attention.full", "engram.fetch", "engram.gate"), "memory"),
+}
+
+
+class ComponentFit(msgspec.Struct, frozen=True):
+    """Seconds of one component: coefficient x column, summed. ``held_out_*``: errors |measured / predicted - 1| of points not fitted."""
+
+    columns: tuple[str, ...]
+    coefficients: tuple[float, ...]
+    held_out_median: float
+    held_out_p90: float
+    share: float  # of the time of the points measured
+
+
+class RankFit(msgspec.Struct, frozen=True):
+    """One shape of rank on a given share of the machine. ``low`` and ``high``: the measured range of each hull feature."""
+
+    layout: str
+    cores: int
+    busy_neighbours: int
+    components: dict[str, ComponentFit]
+    low: dict[str, float]
+    high: dict[str, float]
+    num_points: int
+
+
+class CollectiveFit(msgspec.Struct, frozen=True):
+    """Seconds of one collective among ``num_ranks``, at sizes a rank sends; between them straight in log-log, beyond them at the last rate."""
+
+    num_ranks: int
+    bytes_sent: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+
+class StepFit(msgspec.Struct, frozen=True):
+    """What whole steps of the engine showed beside the parts: factors on them, the host's gap, and the conformal factors (90 %)."""
+
+    layout: str
+    cores: int
+    busy_neighbours: int
+    compute_scale: float = 1.0
+    collective_scale: float = 1.0
+    gap_s: float = 0.0
+    gap_per_request_s: float = 0.0
+    gap_per_start_s: float = 0.0
+    low_factor: float = 0.5
+    high_factor: float = 2.0
+    num_runs: int = 0
+
+
+class ModelFit(msgspec.Struct, frozen=True):
+    """Everything known of one model on one machine."""
+
+    model: str
+    model_hash: str
+    dtype: str
+    element_bytes: int
+    draft_tokens: int
+    num_cores: int
+    ranks: tuple[RankFit, ...]
+    collectives: tuple[CollectiveFit, ...]
+    steps: tuple[StepFit, ...]
+
+
+class ProbeFactors(msgspec.Struct, frozen=True):
+    """How much slower the machine is now than at calibration, by resource (1: as then)."""
+
+    compute: float = 1.0
+    memory: float = 1.0
+    host: float = 1.0
+
+    def of(self, resource: Resource) -> float:
+        return float(getattr(self, resource))
+
+
+@dataclass(frozen=True, slots=True)
+class PricedTable:
+    """[N] each; ``components`` add up to ``step_s``."""
+
+    step_s: Array
+    low_s: Array
+    high_s: Array
+    components: dict[str, Array]
+    provenance: dict[str, Provenance]
+    extrapolated: np.ndarray
+    note: str
+
+
+def hull_features(table: FeatureTable) -> dict[str, Array]:
+    """[N] each: what a step must lie between the measured ones in."""
+    return {
+        "tokens": table.tokens.max(axis=1),
+        "requests": table.requests.max(axis=1),
+        "context_tokens": table.context_tokens.max(axis=1),
+        "longest_context_tokens": table.longest_context_tokens.max(axis=1),
+    }
+
+
+class CalibratedCost:
+    """Implements ``core.step_cost.StepCost`` for one model and layout. Raises DomainError where the calibration has nothing to go by."""
+
+    def __init__(
+        self,
+        fit: ModelFit,
+        spec: ModelSpec,
+        layout: Layout,
+        *,
+        probe: ProbeFactors | None = None,
+        engram: EngramPlacement = "gpu",
+        draft_tokens: int = 0,
+    ) -> None:
+        self.spec, self.layout, self.fit = spec, layout, fit
+        self.place = RankPlace(layout=layout, engram=engram)
+        self.place.validate_for(spec)
+        if draft_tokens and draft_tokens != fit.draft_tokens:
+            raise DomainError(f"{fit.model} was calibrated with {fit.draft_tokens} draft tokens; {draft_tokens} were asked for")
+        self.draft_tokens = draft_tokens
+        self.probe = probe or ProbeFactors()
+        ranks = layout.num_gpus
+        self.cores = max(1, fit.num_cores // ranks)
+        self.busy = min(ranks, fit.num_cores) - 1
+        self.rank_fit, self.is_own_shape = self._nearest_rank()
+        self.step_fit, self.is_own_step = self._nearest_step()
+        self.collective = None if ranks == 1 else self._collective(ranks)
+
+    def _nearest_rank(self) -> tuple[RankFit, bool]:
+        alike = [rank for rank in self.fit.ranks if (rank.cores, rank.busy_neighbours) == (self.cores, self.busy)]
+        own = [rank for rank in alike if rank.layout == str(self.layout)]
+        if own:
+            return own[0], True
+        if not alike:
+            known = sorted({f"{rank.cores} cores with {rank.busy_neighbours} busy neighbours" for rank in self.fit.ranks})
+            raise DomainError(
+                f"layout {self.layout} gives a rank {self.cores} cores and {self.busy} busy neighbours; {self.fit.model} is calibrated for "
+                f"{', '.join(known)}"
+            )
+        return min(alike, key=lambda rank: _distance(rank.layout, self.layout)), False
+
+    def _nearest_step(self) -> tuple[StepFit, bool]:
+        alike = [step for step in self.fit.steps if (step.cores, step.busy_neighbours) == (self.cores, self.busy)]
+        own = [step for step in alike if step.layout == str(self.layout)]
+        if own:
+            return own[0], True
+        if alike:
+            return min(alike, key=lambda step: _distance(step.layout, self.layout)), False
+        return StepFit(str(self.layout), self.cores, self.busy), False
+
+    def _collective(self, ranks: int) -> CollectiveFit | None:
+        if not messages(self.spec, self.place, _one_step(self.spec, self.layout.dp), self.fit.element_bytes):
+            return None
+        if not self.fit.collectives:
+            raise DomainError(f"layout {self.layout} needs collectives of {ranks} ranks; none are in the calibration of {self.fit.model}")
+        return min(self.fit.collectives, key=lambda entry: abs(np.log(entry.num_ranks / ranks)))
+
+    def price(self, plan: StepPlan) -> StepPrice:
+        priced = self.price_table(table_of_plans([plan], self.spec))
+        return StepPrice(
+            step_s=float(priced.step_s[0]),
+            low_s=float(priced.low_s[0]),
+            high_s=float(priced.high_s[0]),
+            components={
+                name: ComponentPrice(float(seconds[0]), priced.provenance[name])
+                for name, seconds in priced.components.items()
+                if seconds[0] > 0
+            },
+            extrapolated=bool(priced.extrapolated[0]),
+            note=priced.note,
+        )
+
+    def rank_seconds(self, table: FeatureTable) -> dict[str, Array]:
+        """Seconds [N, R] of each component on each data rank, its collectives left out, as fitted and at the probed speed."""
+        if table.num_ranks != self.layout.dp:
+            raise DomainError(f"layout {self.layout} has {self.layout.dp} data ranks; the steps have {table.num_ranks}")
+        found: dict[str, Array] = {}
+        work = terms(self.spec, self.place, table, self.fit.element_bytes, self.draft_tokens)
+        for name, component in self.rank_fit.components.items():
+            if name in work:
+                found[name] = evaluate(work[name], component) * self.probe.of(RESOURCE_OF_COMPONENT.get(name, "host"))
+        return found
+
+    def collective_seconds(self, table: FeatureTable, hidden_s: Array) -> dict[str, Array]:
+        """Seconds [N] each kind of collective takes; ranks meet in each, so the largest message decides. ``hidden_s`` [N] is what
+        Engram's rows may travel beside."""
+        found: dict[str, Array] = {}
+        if self.collective is None:
+            return found
+        engram: list[Array] = []
+        for message in messages(self.spec, self.place, table, self.fit.element_bytes, self.draft_tokens):
+            seconds = message_seconds(self.collective, message, self.layout.num_gpus)
+            if message.component == "engram.fetch":
+                engram.append(seconds)
+            else:
+                found[message.component] = found.get(message.component, 0.0) + seconds
+        if engram:  # counts and ids are waited for at once, the rows later
+            found["engram.fetch"] = engram[0] + engram[1] + np.maximum(0.0, engram[2] - hidden_s) + sum(engram[3:])
+        return {name: seconds * self.probe.host for name, seconds in found.items()}
+
+    def price_table(self, table: FeatureTable) -> PricedTable:
+        """Prices of N steps at once."""
+        ranks = self.rank_seconds(table)
+        total = np.sum(list(ranks.values()), axis=0)
+        slowest = total.argmax(axis=1)[:, None]
+        step, count = self.step_fit, table.num_steps
+        components = {name: np.take_along_axis(seconds, slowest, 1)[:, 0] * step.compute_scale for name, seconds in ranks.items()}
+        hidden_s = self._before_engram(components)
+        for name, seconds in self.collective_seconds(table, hidden_s).items():
+            components[name] = components.get(name, np.zeros(count)) + seconds * step.collective_scale
+        busy = (table.tokens.sum(axis=1) > 0).astype(np.float64)
+        gap = step.gap_s * busy + step.gap_per_request_s * table.requests.sum(axis=1)
+        components["host_gap"] = (gap + step.gap_per_start_s * table.started_requests.sum(axis=1)) * self.probe.host
+        step_s = np.sum(list(components.values()), axis=0)
+        outside = self._outside(table)
+        low, high = self._bounds(outside)
+        provenance = {name: self._provenance(name) for name in components}
+        return PricedTable(step_s, step_s * low, step_s * high, components, provenance, outside > 0, self._note())
+
+    def _before_engram(self, components: Mapping[str, Array]) -> Array:
+        """Time of the layers before the first that needs Engram's rows."""
+        first = self.spec.engram.layer_ids[0] if isinstance(self.spec, V41Spec) and self.spec.engram else 0
+        inside = [seconds for name, seconds in components.items() if name not in ("lm_head", "sampler", "other", "draft", "engram.fetch")]
+        return np.asarray(np.sum(inside, axis=0) * (first / self.spec.num_layers))
+
+    def _outside(self, table: FeatureTable) -> Array:
+        """[N] how far a step lies outside the measured hull, in factors of e (0: inside; a little beyond its edge still counts as inside)."""
+        far = np.zeros(table.num_steps)
+        for name, values in hull_features(table).items():
+            low, high = self.rank_fit.low.get(name, 0.0), self.rank_fit.high.get(name, np.inf)
+            over = np.log(np.maximum(values, 1e-9) / max(high, 1e-9))
+            under = np.where(values > 0, np.log(max(low, 1e-9) / np.maximum(values, 1e-9)), 0.0)
+            far = np.maximum(far, np.maximum(over, under))
+        return np.where(far > _EDGE, far, 0.0)
+
+    def _bounds(self, outside: Array) -> tuple[Array, Array]:
+        step, ranks = self.step_fit, self.layout.num_gpus
+        widening = 1.0 if self.is_own_shape and self.is_own_step else SCALED_WIDENING
+        if ranks > self.fit.num_cores:
+            widening *= SCALED_WIDENING
+        factor = widening * (1.0 + EXTRAPOLATION_WIDENING * outside)
+        return np.exp(np.log(min(step.low_factor, 1.0)) * factor), np.exp(np.log(max(step.high_factor, 1.0)) * factor)
+
+    def _provenance(self, component: str) -> Provenance:
+        if component in ("host_gap", "barrier_wait"):
+            return "measured" if self.is_own_step else "interpolated"
+        if component in ("dispatch", "combine", "all_reduce", "all_gather"):
+            same = self.collective is not None and self.collective.num_ranks == self.layout.num_gpus
+            return "interpolated" if same else "scaled"
+        return "interpolated" if self.is_own_shape else "scaled"
+
+    def _note(self) -> str:
+        notes = []
+        if not self.is_own_shape:
+            notes.append(f"rank shape of {self.rank_fit.layout}, by FLOP and bytes")
+        if not self.is_own_step:
+            notes.append(f"whole steps of {self.step_fit.layout}" if self.step_fit.num_runs else "no whole step measured")
+        probe = self.probe
+        if probe != ProbeFactors():
+            notes.append(f"speed probe: compute x{probe.compute:.2f}, memory x{probe.memory:.2f}, host x{probe.host:.2f} of calibration")
+        return "; ".join(notes)
+
+
+_EDGE = float(np.log(1.1))
+
+
+def evaluate(work: Sequence[Term], fit: ComponentFit) -> Array:
+    """The sum of coefficient x column, without making the columns that do not count. Raises DomainError for other columns than the fit's."""
+    if column_names(work) != fit.columns:
+        raise DomainError("the calibration was fitted by other terms than this release's; calibrate anew")
+    coefficients = iter(fit.coefficients)
+    seconds = np.zeros(np.shape(work[0].count))
+    for term in work:
+        rate = next(coefficients)
+        if rate:
+            seconds += (rate * term.unit) * term.count
+        for knot in term.knots:
+            below, beyond = next(coefficients), next(coefficients)
+            if below:
+                seconds += (below * term.unit) * np.minimum(term.count, knot)
+            if beyond:
+                seconds += (beyond * term.unit) * np.maximum(term.count - knot, 0.0)
+    return seconds
+
+
+def message_seconds(fit: CollectiveFit, message: Messages, num_ranks: int) -> Array:
+    """[N] of one kind of message. Among more ranks than measured the latency grows with the others to be met."""
+    calls, each = message.calls.max(axis=1), message.bytes_each.max(axis=1)
+    sizes, seconds = np.log(np.array(fit.bytes_sent)), np.log(np.array(fit.seconds))
+    wanted = np.log(np.maximum(each, fit.bytes_sent[0]))
+    beyond = np.maximum(0.0, wanted - sizes[-1])  # at the rate of the last size: as many times the bytes, as many times the seconds
+    one = np.exp(np.interp(wanted, sizes, seconds) + beyond)
+    grown = max(1.0, (num_ranks - 1) / max(1, fit.num_ranks - 1))
+    return np.asarray(calls * one * grown)
+
+
+def _distance(layout: str, other: Layout) -> tuple[float, ...]:
+    """How unlike two layouts' ranks are: tensor degree first, then experts, then data."""
+    mine = parse_layout(layout).decode.unit
+    pairs = ((mine.tp, other.tp), (mine.ep, other.ep), (mine.dp, other.dp))
+    return tuple(abs(float(np.log(one / two))) for one, two in pairs)
+
+
+def _one_step(spec: ModelSpec, num_ranks: int) -> FeatureTable:
+    one = np.ones((1, num_ranks))
+    return uniform_steps(spec, one, one, one)
+
+
+def check_components(fit: ModelFit) -> None:
+    """Raise DomainError for a component nobody knows."""
+    for rank in fit.ranks:
+        unknown = sorted(set(rank.components) - set(COMPONENTS))
+        if unknown:
+            raise DomainError(f"unknown components {', '.join(unknown)}")

@@ -1,0 +1,211 @@
+"""The measuring process: one rank's real steps, timed. ``python -m calibration.microbench``, told what to do in JSON lines on stdin.
+
+What predicts a step is a step: components are timed inside ``Runner.execute``, with the caches as warm and the neighbours as busy as in
+service, not as kernels on their own. Sequences start with any number of tokens "in cache" (their rows are zeros: time does not depend on
+values), prompts are random tokens, and a decode advances as it would, so that routing changes from step to step.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+from collections.abc import Sequence
+
+import msgspec
+import torch
+from torch import Tensor
+
+from calibration.shapes import BLOCK_SIZE, Collectives, Command, Failure, Job, Measure, Measured, Reply, Shape
+from engine.core.errors import TwinferError
+from engine.core.layout import parse_layout
+from engine.core.plan import PlanItem, RankPlan, SequenceStart, StepPeers, StepPlan, step_peers
+from engine.core.sampling import SamplingParams
+from engine.core.sharding import RankPlace
+from engine.kernels.timing import ComponentTimer
+from engine.model.build import DTYPES
+from engine.model.load import load_model
+from engine.model.runner import Runner
+from engine.parallel.groups import Group, ParallelGroups, Pending, Traffic
+
+_WORK_SIZE = 192  # of the matrix product between two measured collectives: some tenths of a millisecond
+
+
+class _Arrived(Pending):
+    """A collective that is over."""
+
+    def __init__(self, received: Tensor) -> None:
+        self._received = received
+
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self) -> Tensor:
+        return self._received
+
+
+class StandInGroup(Group):
+    """Peers that answer at once, with this rank's own rows in place of theirs."""
+
+    def __init__(self, ranks: Sequence[int], rank: int) -> None:
+        self.ranks, self.rank = tuple(ranks), rank
+        self.index, self.size = self.ranks.index(rank), len(self.ranks)
+        self._is_nccl = False
+
+    def start_all_to_all(self, kind: str, send: Tensor, send_rows: Sequence[int], receive_rows: Sequence[int]) -> Pending:  # noqa: ARG002
+        count = sum(receive_rows)
+        if send.shape[0] == 0:
+            return _Arrived(send.new_zeros((count, *send.shape[1:])))
+        times = -(-count // send.shape[0])
+        return _Arrived(send.repeat(times, *[1] * (send.dim() - 1))[:count])
+
+    def barrier(self, kind: str) -> None:
+        """Nobody else is there."""
+
+
+class StandInGroups(ParallelGroups):
+    """The groups of one rank whose peers are not running."""
+
+    def __init__(self, place: RankPlace) -> None:
+        self.place = place
+        self.traffic = Traffic()
+        self.world = StandInGroup(range(place.num_ranks), place.rank)
+        tp, first = place.layout.tp, place.data_rank * place.layout.tp
+        self.tensor = StandInGroup(range(first, first + tp), place.rank) if tp > 1 else None
+
+    def close(self) -> None:
+        """Nothing was opened."""
+
+
+class Bench:
+    """One loaded rank."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        os.sched_setaffinity(0, job.cores)
+        torch.set_num_threads(job.num_threads)
+        self.place = RankPlace(layout=parse_layout(job.layout).decode.unit, rank=job.rank)
+        groups = StandInGroups(self.place) if job.stand_in and self.place.num_ranks > 1 else None
+        loaded = load_model(job.model, dtype=DTYPES[job.dtype], load_format=job.load_format, place=self.place, groups=groups)
+        self.timer = ComponentTimer(torch.device("cpu"))
+        self.runner = Runner(loaded.model, job.cache)
+        self._step, self._request = 0, 0
+        self._draw = random.Random(job.rank)
+
+    def measure(self, command: Measure) -> Measured:
+        shape, count = command.shape, command.warm_ups + 2 * command.repeats
+        started = self._start(shape, count)
+        plain: list[float] = []
+        timed: list[float] = []
+        components: list[dict[str, float]] = []
+        for index in range(count):
+            if index and shape.kind != "decode":  # prompts are computed anew, by other requests
+                started = self._start(shape, count)
+            plan, peers = self._plan(shape, started, index if shape.kind == "decode" else 0, index == 0, command.num_ranks)
+            with_timer = index >= command.warm_ups and (index - command.warm_ups) % 2 == 1
+            self.runner.time_components(self.timer if with_timer else None)
+            begin_s = time.perf_counter()
+            self.runner.execute(self._step, plan, peers)
+            seconds = time.perf_counter() - begin_s
+            self._step += 1
+            if with_timer:
+                components.append(dict(self.timer.take()))
+                timed.append(seconds)
+            elif index >= command.warm_ups:
+                plain.append(seconds)
+        for request in started:
+            self.runner.forget(request)
+        return Measured(tuple(plain), tuple(timed), tuple(components))
+
+    def _start(self, shape: Shape, count: int) -> list[int]:
+        """Register a request for every item, with a prompt as long as it will be read."""
+        size = self.runner.vocab_size
+        requests = []
+        for computed, new in shape.items:
+            self._request += 1
+            prompt = self._draw.choices(range(size), k=computed + new + (count if shape.kind == "decode" else 0))
+            self.runner.register(self._request, prompt, SamplingParams(max_tokens=1 << 20, ignore_eos=True), seed=self._request)
+            requests.append(self._request)
+        return requests
+
+    def _plan(
+        self, shape: Shape, requests: Sequence[int], advanced: int, is_first: bool, num_ranks: int
+    ) -> tuple[RankPlan, StepPeers | None]:
+        items, starts, block = [], [], 0
+        drafts = shape.draft_tokens
+        for slot, ((computed, new), request) in enumerate(zip(shape.items, requests, strict=True)):
+            decodes = new == 1 + drafts
+            items.append(PlanItem(slot, request, computed + advanced, new, drafts if decodes else 0, True))
+            needed = -(-(computed + new + (self._margin if shape.kind == "decode" else 0)) // BLOCK_SIZE)
+            if is_first or shape.kind != "decode":
+                starts.append(SequenceStart(slot, request, computed, tuple(range(block, block + needed))))
+            block += needed
+        plan = RankPlan(starts=tuple(starts), items=tuple(items))
+        peers = step_peers(StepPlan(0, (plan,) * num_ranks)) if self.place.num_ranks > 1 else None
+        return plan, peers
+
+    @property
+    def _margin(self) -> int:
+        return MARGIN
+
+
+MARGIN = 64  # decode steps a shape may be advanced by in one command
+
+
+def measure_collectives(groups: ParallelGroups, command: Collectives) -> Measured:
+    """Median seconds of an all-to-all of each size, in order."""
+    group, medians = groups.world, []
+    work = torch.randn(_WORK_SIZE, _WORK_SIZE)
+    for size in command.sizes:
+        send = torch.zeros((group.size, max(1, size)), dtype=torch.uint8)
+        rows, times = [1] * group.size, []
+        for _ in range(command.repeats):
+            work = work @ work
+            work /= work.abs().amax()
+            begin_s = time.perf_counter()
+            group.all_to_all("all_reduce", send, rows, rows)
+            times.append(time.perf_counter() - begin_s)
+        times.sort()
+        medians.append(times[len(times) // 2])
+    return Measured(tuple(medians))
+
+
+def main() -> int:
+    """Load what the first line says, answer "ready", then a reply for every command until the input ends."""
+    torch.set_grad_enabled(False)
+    job = msgspec.json.decode(sys.stdin.buffer.readline(), type=Job)
+    commands: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
+    output = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints is no reply
+
+    def reply(message: Reply) -> None:
+        output.write(msgspec.json.encode(message) + b"\n")
+        output.flush()
+
+    try:
+        bench = groups = None
+        if job.rendezvous is None:
+            bench = Bench(job)
+        else:
+            os.sched_setaffinity(0, job.cores)
+            torch.set_num_threads(job.num_threads)
+            place = RankPlace(layout=parse_layout(job.layout).decode.unit, rank=job.rank)
+            groups = ParallelGroups(place, rendezvous=job.rendezvous, device=torch.device("cpu"))
+        reply(Measured(()))
+        for line in sys.stdin.buffer:
+            command = commands.decode(line)
+            if isinstance(command, Measure):
+                assert bench is not None
+                reply(bench.measure(command))
+            else:
+                assert groups is not None
+                reply(measure_collectives(groups, command))
+    except TwinferError as error:
+        reply(Failure(f"{type(error).__name__}: {error}"))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
