@@ -7,6 +7,12 @@ from engine.options import Option
 ENGINE_OPTIONS: tuple[Option, ...] = (
     Option("layout", str, "tp1dp1ep1", "tpXdpYepZ: X*Y worker processes, ep divides X*Y; dp are attention data-parallel ranks in lock-step",
            ("--parallel-layout",)),
+    Option("nnodes", int, 1, "machines of one replica; each runs the same command with its own --node-rank, and its share of the ranks",
+           low=1, high=65536),
+    Option("node-rank", int, 0, "this machine's number; 0 also serves", low=0, high=65535),
+    Option("master-addr", str, "", "address or name of the machine with --node-rank 0. Torch's connections between the nodes "
+           "are neither encrypted nor authenticated: use a trusted network"),
+    Option("master-port", int, 29500, "port where the nodes meet at --master-addr; never opened with --nnodes 1", low=1, high=65535),
     Option("rank-policy", str, "shortest-queue", "which DP rank takes a request", ("--dp-policy",),
            choices=("shortest-queue", "round-robin", "prefix-aware")),
     Option("dtype", str, "auto", "compute dtype; auto is bfloat16, for V4.1 on a CPU float32", choices=("auto", "bfloat16", "float32")),

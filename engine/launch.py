@@ -23,6 +23,7 @@ from engine.core.specs import ModelSpec, V41Spec
 from engine.device import DeviceInfo, resolve_device
 from engine.model.files import ModelFiles, read_model_files
 from engine.model.registry import require_weights
+from engine.nodes import nodes_config, ranks_per_node
 from engine.options import Resolved
 from engine.tokenizer import Tokenizer
 
@@ -75,10 +76,11 @@ def plan_launch(options: Resolved, spec: ModelSpec, model: str, *, to_run: bool 
         require_weights(model)
     layout = parse_layout(options["layout"])
     place = _place(options, layout, spec)
+    per_node = ranks_per_node(options, place.num_ranks, place.layout.tp)
     device = resolve_device(options["device"])
     dtype = _auto_dtype(spec, device) if options["dtype"] == "auto" else options["dtype"]
     # The ranks of a CPU share its memory; each GPU has its own.
-    free_bytes = device.free_bytes // (place.num_ranks if device.device == "cpu" else 1)
+    free_bytes = device.free_bytes // (per_node if device.device == "cpu" else 1)
     budget_bytes = int(free_bytes * options["mem_fraction_static"])
     if device.device == "cpu":
         budget_bytes = min(int(budget_bytes * CPU_SHARE), held_weight_bytes(spec, dtype, place) + CPU_KV_BYTES)
@@ -103,21 +105,24 @@ def plan_launch(options: Resolved, spec: ModelSpec, model: str, *, to_run: bool 
         max_waiting=options["max_waiting_requests"],
         swap_threshold_tokens=max(options["swap_threshold_tokens"], 1) if cache.num_host_blocks else None,
     )
+    workers = _workers(options, place, per_node, cache, model, dtype, device)
+    supervision = SupervisionConfig(
+        heartbeat_interval_s=min(0.5, options["heartbeat_timeout"] / 2),
+        heartbeat_timeout_s=options["heartbeat_timeout"],
+        step_timeout_s=options["step_timeout"],
+        start_timeout_s=options["start_timeout"],
+        shutdown_timeout_s=options["shutdown_timeout"],
+        on_worker_death=options["on_worker_death"],
+    )
     config = EngineConfig(
-        workers=_workers(options, place, cache, model, dtype, device),
+        workers=workers,
         scheduler=scheduler,
-        supervision=SupervisionConfig(
-            heartbeat_interval_s=min(0.5, options["heartbeat_timeout"] / 2),
-            heartbeat_timeout_s=options["heartbeat_timeout"],
-            step_timeout_s=options["step_timeout"],
-            start_timeout_s=options["start_timeout"],
-            shutdown_timeout_s=options["shutdown_timeout"],
-            on_worker_death=options["on_worker_death"],
-        ),
+        supervision=supervision,
         gateway=GatewayConfig(
             max_requests=options["max_waiting_requests"] + options["max_running_requests"] * place.layout.dp,
             seed=options["random_seed"],
         ),
+        nodes=nodes_config(options, workers, supervision, spec, model) if to_run else None,
     )
     config.validate()
     return Launch(config, spec, device, memory, layout, budget_bytes)
@@ -144,30 +149,31 @@ def _place(options: Resolved, layout: Deployment, spec: ModelSpec) -> RankPlace:
 
 
 def _workers(
-    options: Resolved, first: RankPlace, cache: CacheConfig, model: str, dtype: str, device: DeviceInfo
+    options: Resolved, first: RankPlace, per_node: int, cache: CacheConfig, model: str, dtype: str, device: DeviceInfo
 ) -> tuple[WorkerConfig, ...]:
-    """One process a rank: on a GPU of its own, or on its share of the cores."""
+    """One process a rank: on a GPU of its own, or on its share of the cores. Of other nodes' ranks the cores and GPUs are theirs to say."""
     cores = sorted(os.sched_getaffinity(0))
-    share = max(1, len(cores) // first.num_ranks)
+    share = max(1, len(cores) // per_node)
     on_cpu = device.device == "cpu"
-    apart = on_cpu and first.num_ranks > 1 and share * first.num_ranks <= len(cores)
+    apart = on_cpu and per_node > 1 and share * per_node <= len(cores)
     workers = []
     for rank in range(first.num_ranks):
         place = msgspec.structs.replace(first, rank=rank)
+        local = rank % per_node
         workers.append(
             WorkerConfig(
                 name=f"worker-{rank}",
                 model=model,
                 cache=cache,
                 dtype=dtype,
-                device=device.device if on_cpu or first.num_ranks == 1 else f"cuda:{rank}",
+                device=device.device if on_cpu or first.num_ranks == 1 else f"cuda:{local}",
                 layout=str(first.layout),
                 rank=rank,
                 num_ranks=first.num_ranks,
                 data_rank=place.data_rank,
                 tensor_rank=place.tensor_rank,
                 collective_timeout_s=options["collective_timeout"],
-                cpu_cores=tuple(cores[rank * share : (rank + 1) * share]) if apart else (),
+                cpu_cores=tuple(cores[local * share : (local + 1) * share]) if apart else (),
                 load_format=options["load_format"],
                 random_seed=options["random_seed"] or 0,
                 num_threads=options["num_threads"] or share,

@@ -12,7 +12,10 @@ from engine.actors.ipc import HEADER, MAX_FRAME_BYTES, READ_BYTES, ChannelClosed
 
 
 class TrioChannel(Generic[Out, In]):
-    """The parent's side. One task uses it at a time; cancellation never tears a frame: what was begun is finished by the next send."""
+    """The parent's side. One task uses it at a time; cancellation never tears a frame: what was begun is finished by the next send.
+
+    Or one task receives, another is in ``run_writer``, and any number of them ``post``.
+    """
 
     def __init__(self, sock: socket.socket, incoming: Any, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
         sock.setblocking(False)
@@ -21,6 +24,7 @@ class TrioChannel(Generic[Out, In]):
         self._reader = FrameReader(max_frame_bytes)
         self._max_frame_bytes = max_frame_bytes
         self._outbox = bytearray()
+        self._outbox_waits = trio.Event()
         self._closed_reason: str | None = None
 
     def queue(self, message: Out) -> None:
@@ -30,9 +34,34 @@ class TrioChannel(Generic[Out, In]):
     async def send(self, message: Out) -> None:
         """Send a message after everything queued. Usually a single non-blocking system call and no checkpoint, for latency's sake."""
         self._outbox += self._codec.encode(message)
+        await self.flush()
+
+    async def flush(self) -> None:
+        """Send everything queued."""
         self._write_some()
         if self._outbox:
             await self._flush()
+
+    def post(self, message: Out) -> None:
+        """Send without ever waiting: what the socket does not take now leaves in ``run_writer``. The caller bounds how much that is."""
+        self._outbox += self._codec.encode(message)
+        self._write_some()
+        if self._outbox:
+            self._outbox_waits.set()
+
+    async def run_writer(self) -> None:
+        """Write what was posted, until cancelled or the channel is closed. Whoever receives notices the latter."""
+        with contextlib.suppress(ChannelClosedError, trio.ClosedResourceError):
+            while True:
+                await self._outbox_waits.wait()
+                await self.drain()
+                self._outbox_waits = trio.Event()
+
+    async def drain(self) -> None:
+        """Write what was posted. Raises ChannelClosedError where nobody takes it."""
+        while self._outbox:
+            await trio.lowlevel.wait_writable(self._sock)
+            self._write_some()
 
     async def receive(self) -> In:
         """The next message. Always a checkpoint, so that a worker that is never slower than us starves no other task."""

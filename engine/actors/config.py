@@ -33,6 +33,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     rendezvous: str | None = None
     collective_timeout_s: float = 60.0
     cpu_cores: tuple[int, ...] = ()  # those this process may run on; empty: all
+    interface: str | None = None  # the network interface its collectives use; None leaves the choice to torch
     load_format: Literal["auto", "random"] = "auto"
     random_seed: int = 0
     num_threads: int | None = None
@@ -73,6 +74,36 @@ class SupervisionConfig(msgspec.Struct, frozen=True):
             raise ConfigError(f"max_restarts is {self.max_restarts}; allowed: 0 to 1000")
 
 
+class NodesConfig(msgspec.Struct, frozen=True):
+    """One replica over several machines. Node k holds the ranks [k * n, (k + 1) * n) of ``num_nodes * n``; node 0 also serves.
+
+    ``host`` and ``port`` are node 0's, where all meet. ``facts`` (name, value) must be equal on all nodes.
+    """
+
+    num_nodes: int
+    node: int
+    host: str
+    port: int
+    facts: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def rendezvous(self) -> str:
+        """Where the ranks meet: beside the nodes."""
+        return f"tcp://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+
+    def node_of(self, rank: int, num_ranks: int) -> int:
+        return rank * self.num_nodes // num_ranks
+
+    def validate(self, num_ranks: int) -> None:
+        """Raise ConfigError where ``num_ranks`` ranks cannot be spread so."""
+        if not 2 <= self.num_nodes <= num_ranks or num_ranks % self.num_nodes:
+            raise ConfigError(f"num_nodes is {self.num_nodes}; needed: a divisor of the layout's {num_ranks} ranks, at least 2")
+        if not 0 <= self.node < self.num_nodes:
+            raise ConfigError(f"node is {self.node}; allowed: 0 to {self.num_nodes - 1}")
+        if not self.host or not 0 < self.port < 65536:
+            raise ConfigError(f"node 0 is at {self.host!r}, port {self.port}; needed: a host and a port from 1 to 65535")
+
+
 class GatewayConfig(msgspec.Struct, frozen=True):
     """Bounds at the door. Each exists so that no client can make the engine hold or compute without limit."""
 
@@ -106,6 +137,12 @@ class EngineConfig(msgspec.Struct, frozen=True):
     scheduler: SchedulerConfig
     supervision: SupervisionConfig = SupervisionConfig()
     gateway: GatewayConfig = GatewayConfig()
+    nodes: NodesConfig | None = None  # None: this machine alone
+
+    @property
+    def is_follower(self) -> bool:
+        """Whether this machine runs its ranks for another one, which serves."""
+        return self.nodes is not None and self.nodes.node > 0
 
     @property
     def max_requests(self) -> int:
@@ -118,6 +155,10 @@ class EngineConfig(msgspec.Struct, frozen=True):
         self.scheduler.validate()
         self.supervision.validate()
         self.gateway.validate()
+        if self.nodes is not None:
+            self.nodes.validate(len(self.workers))
+            if self.supervision.on_worker_death == "restart":
+                raise ConfigError("on_worker_death is 'restart'; a replica over several nodes cannot be restarted in parts: use 'exit'")
         names = [worker.name for worker in self.workers]
         if len(set(names)) != len(names):
             raise ConfigError(f"two workers have the same name: {', '.join(names)}")

@@ -117,6 +117,96 @@ class Pong(msgspec.Struct, frozen=True, tag=True):
 HeartbeatCommand = Ping
 HeartbeatReply = Pong
 
+# -- between nodes: the parent of node 0 and those of the others ---------------------------------------------------------------------
+
+
+class Commands(msgspec.Struct, frozen=True, tag=True):
+    """(rank, encoded WorkerCommand), in order. In a Start the node puts its own configuration: paths and cores are a machine's affair."""
+
+    entries: tuple[tuple[int, bytes], ...]
+
+
+class Beat(msgspec.Struct, frozen=True, tag=True):
+    """A sign of life, sent by node 0 and answered with the same."""
+
+    number: int
+
+
+class Goodbye(msgspec.Struct, frozen=True, tag=True):
+    """Node 0 ends, and with it the replica; ``reason`` is None for an orderly end. Answered with a Goodbye."""
+
+    reason: str | None = None
+
+
+class Reply(msgspec.Struct, frozen=True, tag=True):
+    """What the worker of ``rank`` said."""
+
+    rank: int
+    reply: Loading | Ready | Executed
+
+
+class NodeFailed(msgspec.Struct, frozen=True, tag=True):
+    """The node cannot go on. ``worker`` is at fault, None where the node itself is; ``fault`` as in Failed."""
+
+    worker: str | None
+    fault: Literal["config", "internal", "peer"]
+    message: str
+
+
+NodeCommand = Union[Commands, Beat, Goodbye]
+NodeReply = Union[Reply, Beat, Goodbye, NodeFailed]
+
+# -- a parent and its link process, which carries the messages above to other nodes ----------------------------------------------------
+
+
+class Meet(msgspec.Struct, frozen=True, tag=True):
+    """Find the other nodes: node 0 is at ``host`` and ``port``, and this node listens on its own ``address``. ``facts`` (name, value) must
+    be the same on all of them. The first command, sent once."""
+
+    node: int
+    num_nodes: int
+    host: str
+    port: int
+    address: str
+    facts: tuple[tuple[str, str], ...]
+    timeout_s: float
+
+
+class Post(msgspec.Struct, frozen=True, tag=True):
+    """Carry ``payload`` to ``node``."""
+
+    node: int
+    payload: bytes
+
+
+class Met(msgspec.Struct, frozen=True, tag=True):
+    """All nodes are there and agree."""
+
+
+class NotMet(msgspec.Struct, frozen=True, tag=True):
+    """They are not or do not; the link process ends."""
+
+    fault: Literal["config", "internal"]
+    message: str
+
+
+class Arrived(msgspec.Struct, frozen=True, tag=True):
+    """``node`` has sent ``payload``."""
+
+    node: int
+    payload: bytes
+
+
+class Lost(msgspec.Struct, frozen=True, tag=True):
+    """Nothing comes from ``node`` any more."""
+
+    node: int
+    message: str
+
+
+LinkCommand = Union[Meet, Post]
+LinkReply = Union[Met, NotMet, Arrived, Lost]
+
 # -- to the scheduler ---------------------------------------------------------------------------------------------------------
 
 

@@ -23,6 +23,7 @@ import trio
 from engine.actors.cache import CacheManager
 from engine.actors.config import EngineConfig
 from engine.actors.gateway import Gateway
+from engine.actors.leader import open_leader
 from engine.actors.scheduler import Observer, SchedulerActor
 from engine.actors.worker import WORKER_MODULE, LoadProgress, WorkerGroup, open_workers
 from engine.core.errors import CapacityError, InvariantError, TwinferError, WorkerError
@@ -130,7 +131,11 @@ class _Supervisor:
         """Start workers and serve with them: None when told to stop, the worker's error when one failed. Raises anything else."""
         self._scheduler.reset()
         try:
-            async with open_workers(self._config.workers, self._config.supervision, self._worker_module, self._loading) as self._workers:
+            config = self._config
+            async with (
+                open_leader(config) as others,
+                open_workers(config.workers, config.supervision, self._worker_module, self._loading, others) as self._workers,
+            ):
                 await self._serve(self._workers, task_status)
         except (TwinferError, BaseExceptionGroup) as caught:
             error = caught if isinstance(caught, TwinferError) else _single(caught)

@@ -12,10 +12,10 @@ import os
 import socket
 import subprocess
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, assert_never
+from typing import NoReturn, Protocol, assert_never
 
 import msgspec
 import trio
@@ -37,6 +37,7 @@ from engine.actors.messages import (
     WorkerCommand,
     WorkerReply,
 )
+from engine.actors.network import LOOPBACK, interface_of
 from engine.actors.process import describe_exit, is_stopped, open_pidfd, spawn_module, wait_exit
 from engine.core.errors import ConfigError, InvariantError, TwinferError, WorkerError
 from engine.core.plan import RankResult, StepPlan, StepResult, step_peers
@@ -51,7 +52,7 @@ _BLAME_TIMEOUT_S = 0.5
 
 
 class RankWorker(abc.ABC):
-    """The worker of one rank, in this node or another one (``nodes.RemoteWorker``): what a WorkerGroup drives."""
+    """The worker of one rank, in this node or another one (``leader.RemoteWorker``): what a WorkerGroup drives."""
 
     def __init__(self, config: WorkerConfig, supervision: SupervisionConfig) -> None:
         self.name = config.name
@@ -103,8 +104,12 @@ class RankWorker(abc.ABC):
         """Let a command leave together with the next one sent."""
 
     @abc.abstractmethod
+    async def flush(self) -> None:
+        """Send what is queued. Raises WorkerError, or what the worker said it failed with."""
+
     async def send(self, command: WorkerCommand) -> None:
-        """Raises WorkerError, or what the worker said it failed with."""
+        self.queue(command)
+        await self.flush()
 
     @abc.abstractmethod
     async def receive(self) -> WorkerReply:
@@ -178,13 +183,19 @@ class Worker(RankWorker):
         except FrameError as error:
             raise self._give_up(str(error)) from error
 
-    async def send(self, command: WorkerCommand) -> None:
+    async def flush(self) -> None:
         try:
-            await self._plans.send(command)
+            await self._plans.flush()
         except (ChannelClosedError, trio.ClosedResourceError):
             raise await self._died() from None
-        except FrameError as error:
-            raise self._give_up(str(error)) from error
+
+    def post(self, command: WorkerCommand) -> None:
+        """Send without waiting, for who receives in another task; a closed channel is noticed there."""
+        with contextlib.suppress(ChannelClosedError):
+            self._plans.post(command)
+
+    async def run_writer(self) -> None:
+        await self._plans.run_writer()
 
     async def run_heartbeat(self) -> NoReturn:
         """Watch the process; ends only by raising what is wrong with it.
@@ -298,8 +309,10 @@ class Worker(RankWorker):
 class WorkerGroup:
     """The workers of one replica, in lock-step: each gets its rank's part of a plan, an idle rank an empty one."""
 
-    def __init__(self, workers: Sequence[Worker], infos: Sequence[Ready]) -> None:
+    def __init__(self, workers: Sequence[RankWorker], infos: Sequence[Ready]) -> None:
         self.workers = tuple(workers)
+        self.near = [worker for worker in workers if isinstance(worker, Worker)]  # in this node
+        self._far = [worker for worker in workers if not isinstance(worker, Worker)]
         self.infos = tuple(infos)
         self.graceful = True  # how they are stopped at the end of ``open_workers``
 
@@ -324,7 +337,7 @@ class WorkerGroup:
         silent = dict.fromkeys(others)
         roots: list[TwinferError] = []
 
-        async def listen(worker: Worker) -> None:
+        async def listen(worker: RankWorker) -> None:
             found = await worker.wait_failed()
             del silent[worker]
             if not worker.let_down:
@@ -345,13 +358,20 @@ class WorkerGroup:
                 worker.queue(command)
 
     async def send_all(self, command: WorkerCommand) -> None:
-        for worker in self.workers:
-            await worker.send(command)
+        await self._send(lambda _: command)
 
     async def send_plan(self, plan: StepPlan) -> None:
         peers = step_peers(plan) if len(self.workers) > 1 else None
-        for worker in self.workers:
-            await worker.send(Execute(plan.step, plan.ranks[worker.config.data_rank], peers))
+        await self._send(lambda worker: Execute(plan.step, plan.ranks[worker.config.data_rank], peers))
+
+    async def _send(self, command_for: Callable[[RankWorker], WorkerCommand]) -> None:
+        """The longer way first; what goes to one node goes together."""
+        for worker in self._far:
+            worker.queue(command_for(worker))
+        for worker in self._far:
+            await worker.flush()
+        for near in self.near:
+            await near.send(command_for(near))
 
     async def receive_result(self, plan: StepPlan) -> StepResult:
         """Every worker's result of ``plan``. The slowest one makes the step, so the order of asking costs nothing."""
@@ -369,27 +389,47 @@ class WorkerGroup:
         return StepResult(plan.step, ranks, slowest.forward_s, slowest.components)
 
 
+class OtherNodes(Protocol):
+    """The ranks that are not in this node, and where all of them meet (``leader.Leader``)."""
+
+    @property
+    def workers(self) -> Mapping[int, RankWorker]: ...
+    @property
+    def rendezvous(self) -> str: ...
+    @property
+    def interface(self) -> str | None: ...
+
+    reason: str | None  # why the replica ended; None for an orderly end
+
+
 @contextlib.asynccontextmanager
 async def open_workers(
     configs: Sequence[WorkerConfig],
     supervision: SupervisionConfig,
     module: str = WORKER_MODULE,
     loading: LoadProgress | None = None,
+    others: OtherNodes | None = None,
 ) -> AsyncIterator[WorkerGroup]:
     """Spawn and load all workers together (their collectives need all of them), and stop every one of them on the way out."""
-    workers: list[Worker] = []
+    workers: list[RankWorker] = []
     graceful = False
-    meeting = tempfile.TemporaryDirectory(prefix="twinfer-") if len(configs) > 1 else None
+    meeting = tempfile.TemporaryDirectory(prefix="twinfer-") if len(configs) > 1 and others is None else None
     try:
         for config in configs:
-            if meeting is not None:
-                # A file of its own for each generation: what the last one left in it would confuse the next.
-                config = msgspec.structs.replace(config, rendezvous=str(Path(meeting.name, "rendezvous")))
+            if others is not None and config.rank in others.workers:
+                workers.append(others.workers[config.rank])
+                continue
+            if others is not None:
+                config = msgspec.structs.replace(config, rendezvous=others.rendezvous, interface=others.interface)
+            elif meeting is not None:
+                # A file of its own for each generation: what the last one left in it would confuse the next. And no port that others reach.
+                path = str(Path(meeting.name, "rendezvous"))
+                config = msgspec.structs.replace(config, rendezvous=path, interface=interface_of(LOOPBACK))
             workers.append(Worker(config, supervision, module))
         infos: dict[str, Ready] = {}
         failures: list[TwinferError] = []
 
-        async def start(worker: Worker) -> None:
+        async def start(worker: RankWorker) -> None:
             try:
                 infos[worker.name] = await worker.start(loading)
             except TwinferError as error:
@@ -404,6 +444,12 @@ async def open_workers(
             raise await group.blame(failures[0])
         yield group
         graceful = group.graceful
+        if others is not None and graceful:
+            others.reason = None
+    except TwinferError as error:
+        if others is not None:
+            others.reason = str(error)
+        raise
     finally:
         with trio.CancelScope(shield=True):
             async with trio.open_nursery() as nursery:

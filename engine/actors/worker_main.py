@@ -98,6 +98,9 @@ def serve(channel: _Channel, build: RunnerFactory) -> int:
             raise TypeError(f"the first command is {type(first).__name__}, not Start")
         if first.config.cpu_cores:
             os.sched_setaffinity(0, first.config.cpu_cores)  # before numeric libraries count the cores and start threads
+        if first.config.interface:
+            for library in ("GLOO", "NCCL"):  # what the operator has set is better known
+                os.environ.setdefault(f"{library}_SOCKET_IFNAME", first.config.interface)
         begin_s = time.perf_counter()
         runner = build(first.config, lambda done_parameters, total_parameters: channel.send(Loading(done_parameters, total_parameters)))
         ready = Ready(

@@ -93,6 +93,8 @@ def _engine(arguments: argparse.Namespace, options: Resolved) -> OpenBackend:
     if chat_format is None:
         raise ConfigError(f"{arguments.model_path} has no chat template; twinfer generate completes plain text")
     launch = plan_launch(options, model.spec, arguments.model_path)
+    if launch.config.nodes is not None:
+        raise ConfigError("chat runs a model on this machine; for --nnodes start twinfer serve on them, and chat with its URL")
     given = _given(options)
     limit_tokens = given.pop("max_tokens", None)
     defaults = read_sampling_defaults(Path(model.files.path))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -15,6 +16,9 @@ from engine.config import ENGINE_OPTIONS, SAMPLING_OPTIONS, SERVE_OPTIONS
 from engine.core.errors import RequestError
 from engine.core.sampling import SamplingParams
 from engine.options import Option, Resolved, add_arguments, resolve
+
+if TYPE_CHECKING:
+    from engine.actors.config import EngineConfig
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +47,22 @@ def print_config(options: Resolved, as_json: bool) -> int:
     else:
         print(options.describe())
     return 0
+
+
+def follow_node_0(config: EngineConfig) -> int:
+    """What a command does with ``--node-rank`` above 0: run this node's ranks until node 0 ends. The exit code."""
+    import trio
+
+    from engine.actors.follower import follow
+
+    trio.run(follow, config)
+    return 0
+
+
+def show_nodes(config: EngineConfig, log_level: str | None) -> None:
+    """Say what the nodes do, where there are several, unless the operator has chosen what is said."""
+    if config.nodes is not None and log_level is None and "TWINFER_LOG_LEVEL" not in os.environ:
+        logging.getLogger("twinfer.nodes").setLevel(logging.INFO)
 
 
 def sampling_params(options: Resolved, **overrides: Any) -> SamplingParams:

@@ -14,12 +14,14 @@ import trio
 
 from engine.cli.common import (
     add_engine_arguments,
+    follow_node_0,
     human_bytes,
     log,
     print_config,
     print_json,
     resolve_options,
     sampling_params,
+    show_nodes,
 )
 from engine.config import SAMPLING_OPTIONS
 from engine.core.errors import CapacityError, RequestError, StoppedError, TwinferError
@@ -71,6 +73,9 @@ def run(arguments: argparse.Namespace) -> int:
     model = open_model(arguments.model)
     generations = [_generation(entry, options, arguments, model.tokenizer) for entry in entries]
     launch = plan_launch(options, model.spec, arguments.model)
+    show_nodes(launch.config, arguments.log_level)
+    if launch.config.is_follower:
+        return follow_node_0(launch.config)
     return trio.run(_generate, launch.config, model.tokenizer, generations, arguments)
 
 

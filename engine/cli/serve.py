@@ -16,7 +16,7 @@ import msgspec
 import trio
 
 from engine.cli import logs
-from engine.cli.common import add_engine_arguments, log, print_config, print_json, resolve_options
+from engine.cli.common import add_engine_arguments, follow_node_0, log, print_config, print_json, resolve_options
 from engine.config import SERVE_OPTIONS
 from engine.core.errors import ConfigError
 from engine.core.sampling import SamplingParams
@@ -65,6 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
     model = open_model(name)
     config = api_config(options, model.spec.name)
     launch = plan_launch(options, model.spec, name)
+    if launch.config.is_follower:
+        return follow_node_0(launch.config)
     setup = Setup(
         launch=launch,
         model=model,

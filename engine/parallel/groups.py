@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore, Store, TCPStore  # torch.distributed's own names are not typed
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore  # torch.distributed's own names are not typed
 
 from engine.core.errors import CollectiveError, ConfigError
 from engine.core.sharding import RankPlace
@@ -135,8 +135,8 @@ class ParallelGroups:
     """All groups of one rank: ``world`` of the replica, ``tensor`` of the ranks that share its tokens (None where tp is 1)."""
 
     def __init__(self, place: RankPlace, *, rendezvous: str, device: torch.device, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        """Meet the other ranks at ``rendezvous``: a path that all of them see and none has used before, or ``tcp://host:port``, where rank
-        0 listens. Raises CollectiveError where they do not all come within ``timeout_s``."""
+        """Meet the other ranks at ``rendezvous``: a path that all of them see and none has used before, or ``tcp://host:port``, where a
+        TCPStore listens. Raises CollectiveError where they do not all come within ``timeout_s``."""
         self.place = place
         self.traffic = Traffic()
         limit = timedelta(seconds=timeout_s)
@@ -188,7 +188,8 @@ def _store(rendezvous: str, place: RankPlace, limit: timedelta) -> Store:
     host, _, port = rendezvous.removeprefix("tcp://").rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(f"rendezvous is {rendezvous!r}; needed: a file's path or tcp://HOST:PORT")
-    return TCPStore(host.strip("[]"), int(port), place.num_ranks, is_master=place.rank == 0, timeout=limit)
+    store = TCPStore(host.strip("[]"), int(port), None, is_master=False, timeout=limit, wait_for_workers=False)
+    return PrefixStore("ranks", store)
 
 
 def _ranges(ranks: Sequence[int]) -> str:

@@ -124,7 +124,7 @@ async def test_the_killed_one_is_blamed_not_its_neighbour() -> None:
     async with open_workers(configs.workers, configs.supervision, MODULE) as group:
         heard_first = WorkerError("worker-0", "failed during step 3: RuntimeError: connection closed by peer")
         assert await group.blame(heard_first) is heard_first
-        os.kill(group.workers[1].pid, signal.SIGKILL)
+        os.kill(group.near[1].pid, signal.SIGKILL)
         await until(lambda: group.workers[1].killed_by_others() is not None)
         assert str(await group.blame(heard_first)) == "worker-1: was killed by SIGKILL"
 

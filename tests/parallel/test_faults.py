@@ -127,7 +127,7 @@ async def test_every_request_ends_and_the_rank_at_fault_is_named(layout: str, fa
         nonlocal errors, took_s
         async with open_engine(config_of(layout), worker_module=MODULE) as engine:
             assert engine._group is not None
-            pids.extend(worker.pid for worker in engine._group.workers)
+            pids.extend(worker.pid for worker in engine._group.near)
             errors, took_s = await provoke(engine, folder, fault)
             await trio.sleep_forever()
 
@@ -155,7 +155,7 @@ async def test_restarts_meet_anew_and_give_the_same_tokens(folder: Path) -> None
             with pytest.raises(CapacityError, match=f"worker-{fault.rank}"):
                 await engine.complete(generation())
             await until(lambda: engine.health.ok, PATIENCE_S)
-            assert not any(is_alive(worker.pid) for worker in group.workers)
+            assert not any(is_alive(worker.pid) for worker in group.near)
             assert (await engine.complete(generation(max_tokens=12))).samples == expected.samples
         meetings.update((folder / "meetings").iterdir())
         assert len(list((folder / "meetings").iterdir())) == 1
@@ -193,7 +193,7 @@ async def test_leaving_does_not_wait_for_a_blocked_collective(folder: Path) -> N
     async with trio.open_nursery() as nursery:
         async with open_engine(config_of(DATA, 60.0, worker_exit_timeout_s=0.3), worker_module=MODULE) as engine:
             assert engine._group is not None
-            pids = [worker.pid for worker in engine._group.workers]
+            pids = [worker.pid for worker in engine._group.near]
             arm(folder, Fault("slow", "dispatch", "idle"))
             nursery.start_soon(ended, engine, generation(), errors)
             await until(lambda: (folder / "fired").exists(), PATIENCE_S)
