@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import calibration.cli
 import engine.cli
 from engine.cli import logs
 from engine.core.errors import ConfigError, RequestError, StoppedError, TwinferError
@@ -31,6 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"twinfer {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     engine.cli.register(commands, write_report=_write_serve_report)
+    calibration.cli.register(commands)
     parser.set_defaults(default_log_level="warning")
     return parser
 

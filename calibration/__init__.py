@@ -1,1 +1,1 @@
-"""Calibration: from kernel traces to a cost model. Not built yet; ARCHITECTURE.md says what comes here."""
+"""Calibration: from kernel traces to measured tables, and from those to a cost model (to come; ARCHITECTURE.md)."""

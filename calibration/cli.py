@@ -1,0 +1,156 @@
+"""``twinfer trace``: kernel tables from traces, and what they say.
+
+``import`` reads a PyTorch-profiler Chrome trace (.json, .json.gz), an nsys SQLite export, a CSV (its columns:
+calibration/importers/csv_table.py) or AIConfigurator's tables (``aic:SYSTEM/BACKEND``), prints a summary and keeps the table with --out.
+``show`` prints the summary of a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+if TYPE_CHECKING:
+    from calibration.points import PointTable
+    from calibration.trace import KernelTable
+
+_INSTALL = "twinfer trace needs numpy, pyarrow and ijson: pip install 'twinfer[calibration]'"
+
+
+def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the calibration's commands to the console script."""
+    parser = commands.add_parser(
+        "trace", help="kernel tables from traces", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    bring = actions.add_parser("import", help="a kernel table from a trace")
+    bring.add_argument("files", nargs="+", metavar="FILE", help="a trace, one file a rank; or aic:SYSTEM/BACKEND[/VERSION]")
+    bring.add_argument("--out", type=Path, metavar="FILE", help="keep the table (parquet); without it the summary is printed alone")
+    bring.add_argument(
+        "--rules", type=Path, metavar="FILE", help="kernel names to components (TOML; default: calibration/kernel_rules.toml)"
+    )
+    bring.add_argument("--rank", type=int, metavar="N", help="the file's rank (0 to 65535), where it does not say or is wrong")
+    show = actions.add_parser("show", help="the summary of a table")
+    show.add_argument("table", type=Path, metavar="TABLE", help="a table that import wrote, of kernels or of points")
+    for action, run in ((bring, run_import), (show, run_show)):
+        action.add_argument("--json", action="store_true", help="one JSON object on stdout: seconds, counts, shares from 0 to 1")
+        action.add_argument("--log-level", metavar="LEVEL", help="debug, info, warning or error (default warning); env TWINFER_LOG_LEVEL")
+        action.set_defaults(run=run)
+
+
+def run_import(arguments: argparse.Namespace) -> int:
+    _require_libraries()
+    from calibration.errors import TraceError
+    from calibration.importers.aic import PREFIX
+    from calibration.trace import MAX_RANKS
+
+    if arguments.rank is not None and not 0 <= arguments.rank < MAX_RANKS:
+        raise TraceError(f"--rank is {arguments.rank}; allowed: 0 to {MAX_RANKS - 1}")
+    if any(name.startswith(PREFIX) for name in arguments.files):
+        return _import_points(arguments)
+
+    from calibration.importers import import_trace
+    from calibration.rules import load_rules
+    from calibration.storage import write_kernels
+
+    table = import_trace([Path(name) for name in arguments.files], load_rules(arguments.rules), arguments.rank)
+    if arguments.out is not None:
+        write_kernels(arguments.out, table)
+    _print_kernels(table, arguments.json)
+    _say_written(arguments.out)
+    return 0
+
+
+def run_show(arguments: argparse.Namespace) -> int:
+    _require_libraries()
+    from calibration.points import POINTS, read_points
+    from calibration.storage import kind_of, read_kernels
+
+    if kind_of(arguments.table) == POINTS:
+        _print_points(read_points(arguments.table), arguments.json)
+    else:
+        _print_kernels(read_kernels(arguments.table), arguments.json)
+    return 0
+
+
+def _require_libraries() -> None:
+    from engine.core.errors import ConfigError
+
+    try:
+        import ijson  # noqa: F401
+        import numpy  # noqa: F401
+        import pyarrow  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"{_INSTALL} ({error.name} is missing)") from error
+
+
+def _import_points(arguments: argparse.Namespace) -> int:
+    from calibration.errors import TraceError
+    from calibration.importers.aic import read_aic
+    from calibration.points import write_points
+
+    if len(arguments.files) > 1 or arguments.rules is not None or arguments.rank is not None:
+        raise TraceError("aic:SYSTEM/BACKEND stands alone: no other file, no --rules, no --rank")
+    table = read_aic(arguments.files[0])
+    if arguments.out is not None:
+        write_points(arguments.out, table)
+    _print_points(table, arguments.json)
+    _say_written(arguments.out)
+    return 0
+
+
+def _say_written(out: Path | None) -> None:
+    print(f"wrote {out}" if out is not None else "nothing written: --out FILE keeps the table", file=sys.stderr)
+
+
+def _print_json(value: Any) -> None:
+    json.dump(msgspec.to_builtins(value), sys.stdout, ensure_ascii=False, allow_nan=False)
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+
+
+def _print_kernels(table: KernelTable, as_json: bool) -> None:
+    from calibration.analysis import summarise
+    from calibration.replay import TOLERANCE, build_replay
+
+    summary = summarise(table)
+    replayed_s = build_replay(table).span_s()
+    if as_json:
+        replay = {
+            "span_s": replayed_s,
+            "relative_error": replayed_s / summary.span_s - 1 if summary.span_s else 0.0,
+            "tolerance": TOLERANCE,
+        }
+        _print_json({**msgspec.to_builtins(summary), "replay": replay})
+        return
+    print(f"{summary.num_kernels} kernels, {summary.num_steps} steps, {len(summary.ranks)} ranks, {len(summary.streams)} streams")
+    print(f"span {summary.span_s * 1e3:.3f} ms: busy {summary.busy_s * 1e3:.3f}, idle {summary.gap_s * 1e3:.3f} "
+          f"(launch gaps {summary.launch_gap_s * 1e3:.3f}, between steps {summary.step_gap_s * 1e3:.3f}); "
+          f"overlap {summary.overlap_s * 1e3:.3f}, waiting for peers {summary.peer_wait_s * 1e3:.3f} ms (means over ranks)")  # fmt: skip
+    for name, time in sorted(summary.by_component.items(), key=lambda item: -item[1].seconds):
+        print(f"  {name:18} {time.seconds * 1e3:12.3f} ms {time.count:9d} kernels")
+    print(f"unclassified: {summary.unclassified_share:.1%} of the kernels' time")
+    for name, seconds in summary.unclassified_kernels.items():
+        print(f"  {seconds * 1e3:12.3f} ms  {name:.100}")
+    print(f"replay: {replayed_s * 1e3:.3f} ms; recorded {summary.span_s * 1e3:.3f} ms")
+
+
+def _print_points(table: PointTable, as_json: bool) -> None:
+    from calibration.points import summarise_points
+
+    summary = summarise_points(table)
+    if as_json:
+        _print_json(summary)
+        return
+    print(f"{summary['num_points']} measured points of {len(summary['ops'])} operations")
+    for name, op in summary["ops"].items():
+        times = f"{op['seconds_min'] * 1e6:.2f} to {op['seconds_max'] * 1e6:.2f} us" if op["num_points"] else "no usable row"
+        counts = f"{op['num_points']:8d} points, {op['num_dropped']} dropped, {op['num_merged']} merged"
+        print(f"  {name:34} {op['component']:16} {counts}: {times}")
+        if op["note"]:
+            print(f"      {op['note']}")
