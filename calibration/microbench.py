@@ -17,7 +17,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from calibration.shapes import BLOCK_SIZE, Collectives, Command, Failure, Job, Measure, Measured, Reply, Shape
+from calibration.shapes import BLOCK_SIZE, MARGIN, Collectives, Command, Failure, Job, Measure, Measured, Reply, Shape
 from engine.core.errors import TwinferError
 from engine.core.layout import parse_layout
 from engine.core.plan import PlanItem, RankPlan, SequenceStart, StepPeers, StepPlan, step_peers
@@ -137,20 +137,13 @@ class Bench:
         for slot, ((computed, new), request) in enumerate(zip(shape.items, requests, strict=True)):
             decodes = new == 1 + drafts
             items.append(PlanItem(slot, request, computed + advanced, new, drafts if decodes else 0, True))
-            needed = -(-(computed + new + (self._margin if shape.kind == "decode" else 0)) // BLOCK_SIZE)
+            needed = -(-(computed + new + (MARGIN if shape.kind == "decode" else 0)) // BLOCK_SIZE)
             if is_first or shape.kind != "decode":
                 starts.append(SequenceStart(slot, request, computed, tuple(range(block, block + needed))))
             block += needed
         plan = RankPlan(starts=tuple(starts), items=tuple(items))
         peers = step_peers(StepPlan(0, (plan,) * num_ranks)) if self.place.num_ranks > 1 else None
         return plan, peers
-
-    @property
-    def _margin(self) -> int:
-        return MARGIN
-
-
-MARGIN = 64  # decode steps a shape may be advanced by in one command
 
 
 def measure_collectives(groups: ParallelGroups, command: Collectives) -> Measured:

@@ -15,6 +15,7 @@ from engine.core.specs import ModelSpec, V41Spec
 BLOCK_SIZE = 128
 # Tokens in cache of one measured step: bounds the memory of a measuring process.
 MAX_CACHED_TOKENS = 40_960
+MARGIN = 64  # decode steps a shape may be advanced by in one command
 
 
 class Shape(msgspec.Struct, frozen=True, array_like=True):
@@ -164,7 +165,7 @@ def _mixed(count: int, max_batch: int, context: int, max_tokens: int, drafts: in
     return found
 
 
-def cache_for(spec: ModelSpec, measured: Sequence[Shape], draft_tokens: int, margin: int) -> CacheConfig:
+def cache_for(spec: ModelSpec, measured: Sequence[Shape], draft_tokens: int, margin: int = MARGIN) -> CacheConfig:
     """Room for every shape, advanced by ``margin`` tokens."""
     blocks = max(sum(-(-(computed + new + margin) // BLOCK_SIZE) + 1 for computed, new in shape.items) for shape in measured)
     longest = max(computed + new for shape in measured for computed, new in shape.items) + margin + draft_tokens

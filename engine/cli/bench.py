@@ -11,6 +11,7 @@ import argparse
 import random
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -18,13 +19,14 @@ import trio
 
 from engine.cli import bench_serve
 from engine.cli.bench_serve_output import ReportWriter
-from engine.cli.common import add_engine_arguments, log, print_config, print_json, resolve_options
+from engine.cli.common import add_engine_arguments, follow_node_0, log, print_config, print_json, resolve_options, show_nodes
 from engine.core.errors import CapacityError, ConfigError, StoppedError
 from engine.core.events import Event, Finished
 from engine.core.plan import StepPlan, StepResult
 from engine.core.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    from engine.actors.config import EngineConfig
     from engine.actors.gateway import Gateway
     from engine.launch import Launch
 
@@ -70,13 +72,18 @@ def run(arguments: argparse.Namespace) -> int:
     model = open_model(arguments.model)
     points: list[dict[str, Any]] = []
     for batch in batch_sizes:
-        sized = _with_room(options, batch, arguments.context + arguments.new_tokens)
+        sized = with_room(options, batch, arguments.context + arguments.new_tokens)
         launch = plan_launch(sized, model.spec, arguments.model)
+        show_nodes(launch.config, arguments.log_level)
         if arguments.context + arguments.new_tokens > launch.config.scheduler.context_tokens:
             raise ConfigError(
                 f"--context {arguments.context} and --new-tokens {arguments.new_tokens} exceed the "
                 f"{launch.config.scheduler.context_tokens} tokens a request may have"
             )
+        if launch.config.is_follower:
+            for time_components in (False, True)[: 1 + arguments.components]:
+                follow_node_0(_config(launch, time_components))
+            continue
         point = trio.run(_measure, launch, batch, arguments, False)
         if arguments.components:
             point["components"] = trio.run(_measure, launch, batch, arguments, True)["components"]
@@ -86,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"batch {batch}: step {point['step_s'] * 1e3:.2f} ms ({spread}), forward {point['forward_s'] * 1e3:.2f} ms, "
             f"{point['tokens_per_s']:.1f} tokens/s"
         )
-    if arguments.json:
+    if arguments.json and points:
         print_json({"model": model.spec.name, "layout": options["layout"], "points": points})
     return 0
 
@@ -101,7 +108,7 @@ def parse_batch_sizes(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _with_room(options: Any, batch: int, tokens_each: int) -> Any:
+def with_room(options: Any, batch: int, tokens_each: int) -> Any:
     """The options with slots and KV for the batch, unless they were set by hand."""
     values = dict(options.values)
     if options.origins["max_running_requests"] == "default":
@@ -136,32 +143,62 @@ class StepRecorder:
         self.finished += sum(isinstance(event, Finished) for event in events)
 
 
-async def _measure(launch: Launch, batch: int, arguments: argparse.Namespace, time_components: bool) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """Steps of one batch size, and which of them count."""
+
+    recorder: StepRecorder
+    chosen: list[int]
+
+    def step_s(self, index: int) -> float:
+        """From the commit before to this one."""
+        return self.recorder.commit_s[index] - self.recorder.commit_s[index - 1]
+
+
+def _config(launch: Launch, time_components: bool) -> EngineConfig:
+    workers = tuple(msgspec.structs.replace(worker, time_components=time_components) for worker in launch.config.workers)
+    return msgspec.structs.replace(launch.config, workers=workers)
+
+
+async def record(launch: Launch, batch: int, arguments: argparse.Namespace, time_components: bool = False) -> Recording:
+    """Run the measurement. ``arguments`` names ``context``, ``new_tokens`` and ``method``. Raises ConfigError where no step counts."""
     from engine.actors.supervisor import open_engine
 
-    config = launch.config
-    if time_components:
-        workers = tuple(msgspec.structs.replace(worker, time_components=True) for worker in config.workers)
-        config = msgspec.structs.replace(config, workers=workers)
-    recorder = StepRecorder()
-    num_ranks = config.scheduler.num_ranks
-    requests = _requests(arguments, batch * num_ranks, launch.spec.vocab_size)
+    config = _config(launch, time_components)
+    recorder, recording = StepRecorder(), None
     engine: Gateway | None = None
     try:
         async with open_engine(config, None, handle_signals=True, observers=(recorder,)) as engine:
-            await _warm_up(engine, launch.spec.vocab_size, arguments)
-            first = len(recorder.commit_s)
-            finished_before = recorder.finished
-            limiter = trio.CapacityLimiter(batch * num_ranks)
-            async with trio.open_nursery() as nursery:
-                for prompt, new_tokens in requests:
-                    nursery.start_soon(_one, engine, prompt, new_tokens, limiter)
+            recording = await record_in(engine, recorder, launch, batch, arguments)
     except (CapacityError, BaseExceptionGroup):
         if engine is None or engine.stop_signal is None:
             raise
     if engine.stop_signal is not None:  # half a measurement is none
         raise StoppedError(128 + engine.stop_signal)
-    return _point(recorder, first, finished_before, len(requests), batch, arguments, launch.config.workers[0].layout)
+    assert recording is not None
+    return recording
+
+
+async def record_in(engine: Gateway, recorder: StepRecorder, launch: Launch, batch: int, arguments: argparse.Namespace) -> Recording:
+    """The same in an engine that is open, and that ``recorder`` observes; nothing else may run in it."""
+    num_ranks = launch.config.scheduler.num_ranks
+    requests = _requests(arguments, batch * num_ranks, launch.spec.vocab_size)
+    await _warm_up(engine, launch.spec.vocab_size, arguments)
+    first = len(recorder.commit_s)
+    finished_before = recorder.finished
+    limiter = trio.CapacityLimiter(batch * num_ranks)
+    async with trio.open_nursery() as nursery:
+        for prompt, new_tokens in requests:
+            nursery.start_soon(_one, engine, prompt, new_tokens, limiter)
+    chosen = _chosen_steps(recorder, first, finished_before, len(requests), batch, arguments)
+    if not chosen and engine.stop_signal is None:
+        raise ConfigError("no whole step fell into the measured window; raise --new-tokens or the batch size")
+    return Recording(recorder, chosen)
+
+
+async def _measure(launch: Launch, batch: int, arguments: argparse.Namespace, time_components: bool) -> dict[str, Any]:
+    recording = await record(launch, batch, arguments, time_components)
+    return _point(recording, batch, arguments, launch.config.workers[0].layout)
 
 
 def _requests(arguments: argparse.Namespace, concurrency: int, vocab_size: int) -> list[tuple[tuple[int, ...], int]]:
@@ -201,13 +238,9 @@ async def _warm_up(engine: Gateway, vocab_size: int, arguments: argparse.Namespa
     await engine.complete(Generation(prompt=prompt, params=SamplingParams(max_tokens=WARM_UP_STEPS + 1, ignore_eos=True)))
 
 
-def _point(
-    recorder: StepRecorder, first: int, finished_before: int, num_requests: int, batch: int, arguments: argparse.Namespace, layout: str
-) -> dict[str, Any]:
-    chosen = _chosen_steps(recorder, first, finished_before, num_requests, batch, arguments)
-    if not chosen:
-        raise ConfigError("no whole step fell into the measured window; raise --new-tokens or the batch size")
-    steps_s = sorted(recorder.commit_s[index] - recorder.commit_s[index - 1] for index in chosen)
+def _point(recording: Recording, batch: int, arguments: argparse.Namespace, layout: str) -> dict[str, Any]:
+    recorder, chosen = recording.recorder, recording.chosen
+    steps_s = sorted(recording.step_s(index) for index in chosen)
     emitted = sum(len(item.tokens) for index in chosen for rank in recorder.results[index].ranks for item in rank.items)
     computed = sum(recorder.plans[index].num_tokens for index in chosen)
     components: dict[str, list[float]] = {}

@@ -1,0 +1,275 @@
+"""A campaign: which ranks to measure on which cores, in what order, until the answers are steady or the time is up.
+
+Measuring processes run side by side, pinned as the engine pins its workers: a rank is timed with its neighbours as busy as it is. Shapes
+come in random order, round after round, each a few times a round, so that a slow minute does not fall on one shape alone; a shape whose
+median is known well enough drops out. Points are appended to a file as they come, and a campaign that finds them there goes on from them.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from calibration.probe import Probe, run_probe
+from calibration.shapes import MARGIN, Collectives, Command, Failure, Job, Measure, Measured, Reply, Shape
+from engine.core.cache_config import CacheConfig
+from engine.core.errors import ConfigError, WorkerError
+from engine.core.layout import parse_layout
+
+_ROOT = Path(__file__).resolve().parents[1]
+STEADY = 0.015  # relative standard error of a median below which a shape is not measured again
+_MAX_SAMPLES = 60
+_EXIT_TIMEOUT_S = 10.0
+COLLECTIVE_SIZES = (8, 256, 1024, 4096, 16384, 65536, 262144, 1 << 20, 4 << 20)
+_NO_CACHE = CacheConfig(num_blocks=1, block_size=1, max_running=1, max_batched_tokens=1, context_length=2)
+Progress = Callable[[str, int, int], None]
+
+
+class Point(msgspec.Struct, frozen=True):
+    """One shape on one kind of rank: seconds of every plain execution, mean over the processes, and components scaled to the median."""
+
+    model: str
+    layout: str
+    cores: int
+    busy_neighbours: int
+    shape: Shape
+    forward_s: tuple[float, ...]
+    components: dict[str, float]
+
+    @property
+    def median_s(self) -> float:
+        return float(np.median(self.forward_s))
+
+
+class CollectivePoint(msgspec.Struct, frozen=True):
+    num_ranks: int
+    bytes_sent: int
+    seconds: float
+
+
+def rank_cores(num_ranks: int) -> list[tuple[int, ...]]:
+    """The cores of each rank, as the engine shares them out; one share for all where there are fewer cores than ranks."""
+    cores = sorted(os.sched_getaffinity(0))
+    share = len(cores) // num_ranks
+    if share == 0:
+        raise ConfigError(f"{num_ranks} ranks need as many cores; this process may use {len(cores)}")
+    return [tuple(cores[rank * share : (rank + 1) * share]) for rank in range(num_ranks)] if num_ranks > 1 else [tuple(cores)]
+
+
+class Measurers:
+    """Some measuring processes that get the same commands at the same time."""
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        environment = dict(os.environ) | {"PYTHONPATH": str(_ROOT)}
+        environment.setdefault("GOMP_SPINCOUNT", "2000")  # as the engine starts its workers
+        command = [sys.executable, "-P", "-m", "calibration.microbench"]
+        self._processes = [
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, cwd=_ROOT) for _ in jobs
+        ]
+        self._decoder: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
+        for process, job in zip(self._processes, jobs, strict=True):
+            self._write(process, job)
+        for process in self._processes:
+            self._read(process)
+
+    def ask(self, command: Command) -> list[Measured]:
+        """Raises WorkerError where a process fails."""
+        for process in self._processes:
+            self._write(process, command)
+        return [self._read(process) for process in self._processes]
+
+    def _write(self, process: subprocess.Popen[bytes], message: msgspec.Struct) -> None:
+        assert process.stdin is not None
+        try:
+            process.stdin.write(msgspec.json.encode(message) + b"\n")
+            process.stdin.flush()
+        except BrokenPipeError:
+            raise WorkerError("measuring process", "ended before its work was done; see above") from None
+
+    def _read(self, process: subprocess.Popen[bytes]) -> Measured:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line:
+            raise WorkerError("measuring process", f"ended with code {process.wait()}; see above")
+        reply = self._decoder.decode(line)
+        if isinstance(reply, Failure):
+            raise WorkerError("measuring process", reply.message)
+        return reply
+
+    def close(self) -> None:
+        for process in self._processes:
+            if process.stdin is not None:
+                process.stdin.close()
+        for process in self._processes:
+            try:
+                process.wait(_EXIT_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+
+
+@contextmanager
+def measurers(jobs: Sequence[Job]) -> Iterator[Measurers]:
+    found = Measurers(jobs)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+class PointFile:
+    """Points as JSON lines, appended as they come. None as path: kept in memory alone."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self.points: dict[tuple[str, str, int, int, Shape], Point] = {}
+        if path is not None and path.exists():
+            decoder = msgspec.json.Decoder(Point)
+            for line in path.read_bytes().splitlines():
+                try:
+                    self._keep(decoder.decode(line))
+                except msgspec.MsgspecError:  # the last line of an interrupted run
+                    continue
+
+    def add(self, point: Point) -> None:
+        self._keep(point)
+        if self._path is not None:
+            with self._path.open("ab") as file:
+                file.write(msgspec.json.encode(point) + b"\n")
+
+    def _keep(self, point: Point) -> None:
+        key = (point.model, point.layout, point.cores, point.busy_neighbours, point.shape)
+        before = self.points.get(key)
+        if before is not None:
+            point = _merged(before, point)
+        self.points[key] = point
+
+    def samples(self, point: Point) -> int:
+        key = (point.model, point.layout, point.cores, point.busy_neighbours, point.shape)
+        return len(self.points[key].forward_s) if key in self.points else 0
+
+
+def _merged(one: Point, two: Point) -> Point:
+    total = len(one.forward_s) + len(two.forward_s)
+    names = dict.fromkeys((*one.components, *two.components))
+    components = {
+        name: (one.components.get(name, 0.0) * len(one.forward_s) + two.components.get(name, 0.0) * len(two.forward_s)) / total
+        for name in names
+    }
+    return msgspec.structs.replace(one, forward_s=(*one.forward_s, *two.forward_s), components=components)
+
+
+def measure_ranks(
+    jobs: Sequence[Job],
+    model: str,
+    shapes: Sequence[Shape],
+    budget_s: float,
+    points: PointFile,
+    probes: list[Probe],
+    progress: Progress,
+    seed: int = 0,
+) -> None:
+    """Time ``shapes`` on the rank the jobs name, all processes at once, for about ``budget_s``."""
+    draw = random.Random(seed)
+    first = jobs[0]
+    num_ranks = parse_layout(first.layout).decode.unit.dp
+    label = f"{model} {first.layout} on {len(first.cores)} of {len(first.cores) * len(jobs)} cores"
+    with measurers(jobs) as processes:
+        begin_s = time.monotonic()
+        # A first look at everything: how long a step takes decides how often it is worth repeating.
+        open_shapes = list(shapes)
+        round_number = 0
+        while open_shapes and (round_number == 0 or time.monotonic() - begin_s < budget_s):
+            probes.append(run_probe())
+            order = open_shapes if round_number == 0 else draw.sample(open_shapes, len(open_shapes))
+            done = []
+            for shape in order:
+                left_s = budget_s - (time.monotonic() - begin_s)
+                if left_s <= 0:
+                    break
+                point = _measure(processes, model, first, len(jobs) - 1, shape, num_ranks, left_s)
+                points.add(point)
+                key = (point.model, point.layout, point.cores, point.busy_neighbours, point.shape)
+                if _is_steady(points.points[key]):
+                    done.append(shape)
+                progress(label, min(int(time.monotonic() - begin_s), int(budget_s)), int(budget_s))
+            open_shapes = [shape for shape in open_shapes if shape not in done]
+            round_number += 1
+    probes.append(run_probe())
+
+
+def _measure(
+    processes: Measurers, model: str, job: Job, neighbours: int, shape: Shape, num_ranks: int, left_s: float
+) -> Point:
+    replies = processes.ask(Measure(shape, repeats=1 if shape.num_tokens > 256 else 3, warm_ups=1, num_ranks=num_ranks))
+    plain = np.mean([reply.forward_s for reply in replies], axis=0)
+    if plain[0] < min(0.05, left_s / 50):  # short steps are cheap to repeat, and noisy
+        more = processes.ask(Measure(shape, repeats=min(8, (MARGIN - 1) // 2), warm_ups=1, num_ranks=num_ranks))
+        plain = np.concatenate((plain, np.mean([reply.forward_s for reply in more], axis=0)))
+        replies = [
+            Measured((*one.forward_s, *two.forward_s), (*one.timed_s, *two.timed_s), (*one.components, *two.components))
+            for one, two in zip(replies, more, strict=True)
+        ]
+    names = dict.fromkeys(name for reply in replies for components in reply.components for name in components)
+    # Medians of each component, together as long as a step without timers.
+    medians = {
+        name: float(np.median([components.get(name, 0.0) for reply in replies for components in reply.components])) for name in names
+    }
+    scale = float(np.median(plain)) / max(sum(medians.values()), 1e-12)
+    return Point(
+        model=model,
+        layout=job.layout,
+        cores=len(job.cores),
+        busy_neighbours=neighbours,
+        shape=shape,
+        forward_s=tuple(float(value) for value in plain),
+        components={name: seconds * scale for name, seconds in medians.items()},
+    )
+
+
+def _is_steady(point: Point) -> bool:
+    count = len(point.forward_s)
+    if count < 4:
+        return False
+    spread = 1.4826 * float(np.median(np.abs(np.array(point.forward_s) - point.median_s)))
+    return count >= _MAX_SAMPLES or 1.2533 * spread / point.median_s / np.sqrt(count) < STEADY and count >= 16
+
+
+def measure_collectives(model: str, num_ranks: int, sizes: Sequence[int], repeats: int) -> list[CollectivePoint]:
+    """All-to-all among ``num_ranks`` processes pinned as ranks, by size sent to each peer; the slowest process counts."""
+    with tempfile.TemporaryDirectory(prefix="twinfer-") as folder:
+        cores = rank_cores(num_ranks)
+        jobs = [
+            Job(
+                model=model,
+                dtype="float32",
+                layout=f"tp{num_ranks}dp1ep1",
+                rank=rank,
+                cores=cores[rank],
+                num_threads=max(1, len(cores[rank])),
+                cache=_NO_CACHE,
+                load_format="auto",
+                stand_in=False,
+                rendezvous=str(Path(folder, "rendezvous")),
+            )
+            for rank in range(num_ranks)
+        ]
+        with measurers(jobs) as processes:
+            replies = processes.ask(Collectives(tuple(sizes), repeats))
+    return [
+        CollectivePoint(num_ranks, size * (num_ranks - 1), max(reply.forward_s[index] for reply in replies))
+        for index, size in enumerate(sizes)
+    ]
+
