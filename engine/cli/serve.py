@@ -155,6 +155,8 @@ async def _serve(setup: Setup) -> int:
         loading = LoadProgress(progress, len(launch.config.workers))
         async with open_engine(launch.config, setup.model.tokenizer, handle_signals=True, observers=(metrics,), loading=loading) as engine:
             load_s = trio.current_time() - begin_s
+            # The first request with a grammar would otherwise wait for the vocabulary to be read, and all others with it.
+            await engine.grammars.warm_up()
             if not options["no_warm_up"]:
                 await warm_up(engine, launch.config.scheduler, lambda done, total: progress.update("warming up", done, total))
             info = server_info(setup, engine, load_s, trio.current_time() - begin_s)
