@@ -17,6 +17,7 @@ from engine.core.specs import DenseSpec, ModelSpec, V41Spec
 
 ONE_SHOT_BYTES = 32768  # CPU: up to here a sum of three or more ranks is one exchange of whole tensors, above it two of pieces
 COUNT_BYTES = 8  # of an exchange of numbers of rows
+ID_BYTES = 4  # of an Engram row
 ROUTE_BYTES = 8  # an int32 expert slot and a float32 weight
 
 
@@ -125,11 +126,11 @@ class _Step:
         if engram is None or not self.place.shards_engram or not any(counts):
             return
         tp, num_ranks = self.place.layout.tp, self.place.num_ranks
-        shares = [count // tp + (index < count % tp) for count in counts for index in range(tp)]  # the first ranks have one more
+        shares = token_shares(self.place.layout, counts)
         mine, total = shares[self.place.rank], sum(shares)
         ids, row_bytes = engram.num_columns * len(engram.layer_ids), engram.head_dim * self.element_bytes
-        away = (num_ranks - 1) / num_ranks
-        self.sent["engram.fetch"] += (num_ranks - 1) * COUNT_BYTES + mine * ids * away * 4
+        # Ids to everybody, rows to those who want them, then the rows of one's share to the tensor ranks.
+        self.sent["engram.fetch"] += mine * ids * ID_BYTES * (num_ranks - 1)
         self.sent["engram.fetch"] += (total - mine) * ids * row_bytes / num_ranks + mine * ids * row_bytes * (tp - 1)
 
 

@@ -6,7 +6,7 @@ ShardedTables  rows spread over all ranks, fetched by an all-to-all (a collectiv
 HostTables     tables in host memory (mapped from the checkpoint where it is a file), gathered by a side thread.
 
 Row ids depend on token ids only, so all of it can begin before the first layer. Legend: T tokens, E Engram layers, C columns, I row
-width, n ranks, Q rows asked for.
+width, n ranks, S tokens of this rank's share, U those of all shares, Q rows asked for, P rows asked of this rank.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.core.traffic import share_start, token_shares
 from engine.kernels.engram import engram_gather
 from engine.kernels.timing import component
 from engine.parallel.groups import ParallelGroups, Pending
@@ -47,17 +48,18 @@ class EngramStats:
 
 
 class EngramTables(Protocol):
-    """``begin`` with the row ids of a step, then ``rows`` of each Engram layer, by its place among them."""
+    """``begin`` with the row ids of a step and the number of tokens of every data rank, then ``rows`` of each Engram layer, by its place
+    among them."""
 
     stats: EngramStats
 
-    def begin(self, row_ids_TEC: Tensor) -> None: ...
+    def begin(self, row_ids_TEC: Tensor, num_tokens: Sequence[int]) -> None: ...
 
     def rows(self, index: int) -> Tensor:
         """[T, C * I] in the model's dtype, on its device."""
         ...
 
-    def join(self, no_row_ids_TEC: Tensor) -> None:
+    def join(self, no_row_ids_TEC: Tensor, num_tokens: Sequence[int]) -> None:
         """Take part in the fetch of other ranks; the ids are those of no tokens."""
         ...
 
@@ -74,14 +76,14 @@ class LocalTables:
         self._tables = list(tables)
         self._row_ids_TEC: Tensor | None = None
 
-    def begin(self, row_ids_TEC: Tensor) -> None:
+    def begin(self, row_ids_TEC: Tensor, num_tokens: Sequence[int]) -> None:  # noqa: ARG002 (the protocol's)
         self._row_ids_TEC = row_ids_TEC
 
     def rows(self, index: int) -> Tensor:
         assert self._row_ids_TEC is not None
         return engram_gather(self._row_ids_TEC[:, index], self._tables[index])
 
-    def join(self, no_row_ids_TEC: Tensor) -> None:
+    def join(self, no_row_ids_TEC: Tensor, num_tokens: Sequence[int]) -> None:
         """Nothing: there is no exchange."""
 
     def held(self) -> list[Tensor]:
@@ -95,34 +97,40 @@ class ShardedTables:
         self.stats = EngramStats()
         self._groups = groups
         self._shard_NI = torch.cat(list(shards))
-        size = groups.world.size
-        bounds = torch.tensor([[rank * rows // size for rank in range(size + 1)] for rows in num_rows])
-        held_En = bounds.diff(dim=1)
-        # Where table e begins among the rows of rank q, less the first row of the shard: id + shift is the row there.
-        self._shift_En = (held_En.cumsum(0) - held_En - bounds[:, :-1]).to(self._shard_NI.device)
-        self._ends_En = bounds[:, 1:].contiguous().to(self._shard_NI.device)
+        size, rank, device = groups.world.size, groups.place.rank, self._shard_NI.device
+        bounds = torch.tensor([[index * rows // size for index in range(size + 1)] for rows in num_rows])
+        self._ends_En = bounds[:, 1:].contiguous().to(device)
+        self._first_E1, self._end_E1 = (bounds[:, index, None].to(device) for index in (rank, rank + 1))
+        held_E1 = self._end_E1 - self._first_E1
+        # Where this rank's rows of table e begin, less the first one's id: id + shift is the row here.
+        self._shift_E1 = held_E1.cumsum(0) - held_E1 - self._first_E1
         self._pending: Pending | None = None
-        self._shape = (0, 0, 0)
+        self._shares: tuple[int, ...] = ()
         self._place_Q: Tensor | None = None
+        self._shape = (0, 0)
         self._rows_TEX: Tensor | None = None
 
     @component("engram.fetch")
-    def begin(self, row_ids_TEC: Tensor) -> None:
-        """Ask the owners; a tensor rank asks for its share of the tokens."""
-        mine_SEC = row_ids_TEC.tensor_split(self._groups.place.layout.tp)[self._groups.place.tensor_rank]
-        self._shape = (row_ids_TEC.shape[0], *mine_SEC.shape[1:])
-        ids_EQ = mine_SEC.transpose(0, 1).flatten(1).contiguous()
-        owner_EQ = torch.searchsorted(self._ends_En, ids_EQ, right=True)
-        ids_Q = (ids_EQ + self._shift_En.gather(1, owner_EQ)).flatten()
-        order_Q = owner_EQ.flatten().argsort(stable=True)
-        world = self._groups.world
-        ones = [1] * world.size
-        sent_n = torch.bincount(owner_EQ.flatten(), minlength=world.size)
-        sent, received = torch.stack((sent_n, world.all_to_all("engram.fetch", sent_n, ones, ones))).tolist()
-        asked_Q = world.all_to_all("engram.fetch", ids_Q.index_select(0, order_Q).to(torch.int32), sent, received)
+    def begin(self, row_ids_TEC: Tensor, num_tokens: Sequence[int]) -> None:
+        """Tell all ranks the row ids of one's share of the tokens, and send them the rows they want from here. Who sends how many follows
+        from the ids, on both sides."""
+        layout, me, world = self._groups.place.layout, self._groups.place, self._groups.world
+        shares = token_shares(layout, num_tokens)
+        start = share_start(layout, me.tensor_rank, row_ids_TEC.shape[0])
+        mine_SEC = row_ids_TEC[start : start + shares[me.rank]]
+        self._shares, self._shape = shares, (mine_SEC.shape[1], mine_SEC.shape[2])
+        all_UEC = world.all_gather_rows("engram.fetch", mine_SEC.to(torch.int32), shares)
+        here_UEC = (all_UEC >= self._first_E1) & (all_UEC < self._end_E1)
+        owner_EX = torch.searchsorted(self._ends_En, mine_SEC.transpose(0, 1).flatten(1).contiguous(), right=True)
+        owner_Q = owner_EX.view(owner_EX.shape[0], -1, mine_SEC.shape[2]).transpose(0, 1).flatten()
+        order_Q = owner_Q.argsort(stable=True)
+        wanted_U = here_UEC.flatten(1).sum(1)
+        sent_n = torch.stack([part.sum() for part in wanted_U.split_with_sizes(shares)])
+        sent, received = torch.stack((sent_n, torch.bincount(owner_Q, minlength=world.size))).tolist()
+        rows_P = (all_UEC + self._shift_E1)[here_UEC]
         self._place_Q = order_Q.argsort()
         self._rows_TEX = None
-        self._pending = world.start_all_to_all("engram.fetch", self._shard_NI.index_select(0, asked_Q), received, sent)
+        self._pending = world.start_all_to_all("engram.fetch", self._shard_NI.index_select(0, rows_P), sent, received)
 
     @component("engram.fetch")
     def rows(self, index: int) -> Tensor:
@@ -134,21 +142,18 @@ class ShardedTables:
         assert self._pending is not None
         assert self._place_Q is not None
         ready, begin_s = self._pending.is_done(), time.perf_counter()
-        fetched = self._pending.wait()
+        fetched_QI = self._pending.wait()
         self.stats.count(ready, time.perf_counter() - begin_s)
         self._pending = None
-        num_tokens, num_layers, columns = self._shape
-        rows_QI = fetched.index_select(0, self._place_Q)
-        share_SEX = rows_QI.view(num_layers, -1, columns * rows_QI.shape[1]).transpose(0, 1)
-        tensor = self._groups.tensor
-        if tensor is None or num_tokens == 0:
+        num_layers, columns = self._shape
+        share_SEX = fetched_QI.index_select(0, self._place_Q).view(-1, num_layers, columns * fetched_QI.shape[1])
+        tensor, me = self._groups.tensor, self._groups.place
+        if tensor is None:
             return share_SEX
-        # tensor_split gives the first ranks one token more.
-        counts = [num_tokens // tensor.size + (index < num_tokens % tensor.size) for index in range(tensor.size)]
-        return tensor.all_gather_rows("engram.fetch", share_SEX.contiguous(), counts)
+        return tensor.all_gather_rows("engram.fetch", share_SEX, self._shares[me.rank - me.tensor_rank :][: tensor.size])
 
-    def join(self, no_row_ids_TEC: Tensor) -> None:
-        self.begin(no_row_ids_TEC)
+    def join(self, no_row_ids_TEC: Tensor, num_tokens: Sequence[int]) -> None:
+        self.begin(no_row_ids_TEC, num_tokens)
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
@@ -168,7 +173,7 @@ class HostTables:
         self._futures: list[Future[Tensor]] = []
 
     @component("engram.fetch")
-    def begin(self, row_ids_TEC: Tensor) -> None:
+    def begin(self, row_ids_TEC: Tensor, num_tokens: Sequence[int]) -> None:  # noqa: ARG002 (the protocol's)
         ids_ETC = row_ids_TEC.transpose(0, 1).contiguous().cpu()
         self._futures = [self._thread.submit(self._gather, table, ids) for table, ids in zip(self._tables, ids_ETC, strict=True)]
 
@@ -180,7 +185,7 @@ class HostTables:
         self.stats.count(ready, time.perf_counter() - begin_s)
         return rows_TX.to(self._device, non_blocking=True)
 
-    def join(self, no_row_ids_TEC: Tensor) -> None:
+    def join(self, no_row_ids_TEC: Tensor, num_tokens: Sequence[int]) -> None:
         """Nothing: there is no exchange."""
 
     def _gather(self, table_NI: Tensor, ids_TC: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from engine.kernels.timing import component
 from engine.parallel.groups import ParallelGroups
 
 Routing = Literal["model", "balanced", "imbalanced"]
+_COUNTED_TOGETHER = 64
 
 
 class RoutedExperts:
@@ -39,9 +40,13 @@ class RoutedExperts:
         self._layout = groups.place.layout
         self._top_k = experts_per_token
         self._everything = sends_everything(self._layout, experts_per_token)
-        self._first_slot = groups.place.expert_rank * placement.slots_per_rank
         self._slots_ER, self._counts_E = _slot_table(placement, w13.device)
+        # Place on this rank of every physical slot, the number of places for those of others.
+        self._local_of_slot = torch.full((len(placement.logical),), placement.slots_per_rank, device=w13.device)
+        first = groups.place.expert_rank * placement.slots_per_rank
+        self._local_of_slot[first : first + placement.slots_per_rank] = torch.arange(placement.slots_per_rank, device=w13.device)
         self._chosen_E = torch.zeros(placement.num_experts, dtype=torch.int64, device=w13.device)
+        self._uncounted: list[Tensor] = []
 
     def __call__(self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, num_tokens: Sequence[int]) -> Tensor:
         """The routed sum [T, D], to be added up over the tensor group. ``num_tokens`` says how many every data rank calls this with."""
@@ -54,10 +59,11 @@ class RoutedExperts:
             return x_TD
         start = share_start(self._layout, self.groups.place.tensor_rank, x_TD.shape[0])
         stop = start + shares[self.groups.place.rank]
-        own = slice(start, stop)
-        mine_SD = (self._exchange_all if self._everything else self._exchange)(x_TD[own], weights_TK[own], slots_TK[own], shares)
+        exchange = self._exchange_all if self._everything else self._exchange
         if self._layout.tp == 1:
-            return mine_SD
+            return exchange(x_TD, weights_TK, slots_TK, shares)
+        own = slice(start, stop)
+        mine_SD = exchange(x_TD[own], weights_TK[own], slots_TK[own], shares)
         return torch.nn.functional.pad(mine_SD, (0, 0, start, x_TD.shape[0] - stop))
 
     def join(self, num_tokens: Sequence[int]) -> None:
@@ -72,7 +78,7 @@ class RoutedExperts:
         """Every row to every rank: nothing but the shares has to be known."""
         sent = [x_SD.shape[0]] * len(shares)
         packed = _packed(x_SD, weights_SK, slots_SK)
-        out_MD = self._compute(_dispatch(self.groups, packed.repeat(len(shares), 1), sent, shares), x_SD.dtype, slots_SK.shape[1])
+        out_MD = self._compute(_dispatch(self.groups, packed.repeat(len(shares), 1), sent, shares))
         return _combine(self.groups, out_MD, shares, sent).view(len(shares), *x_SD.shape).sum(0)
 
     def _exchange(self, x_SD: Tensor, weights_SK: Tensor, slots_SK: Tensor, shares: Sequence[int]) -> Tensor:
@@ -84,7 +90,7 @@ class RoutedExperts:
         sent, received = _exchange_counts(self.groups, goes_Sn.sum(0))
         row_X = goes_Sn.t().nonzero()[:, 1]  # by rank, then by token
         packed = _packed(x_SD, weights_SK, slots_SK).index_select(0, row_X)
-        out_MD = self._compute(_dispatch(self.groups, packed, sent, received), x_SD.dtype, slots_SK.shape[1])
+        out_MD = self._compute(_dispatch(self.groups, packed, sent, received))
         back_XD = _combine(self.groups, out_MD, received, sent)
         # Where each token's rows are, by rank; the row of zeros behind them stands for the ranks it did not visit.
         place_Sn = goes_Sn.t().flatten().cumsum(0).view(size, x_SD.shape[0]).t() - 1
@@ -92,20 +98,29 @@ class RoutedExperts:
         place_SY = place_Sn.masked_fill(~goes_Sn, back_XD.shape[0]).sort(dim=1).values[:, :most]
         return torch.nn.functional.pad(back_XD, (0, 0, 0, 1))[place_SY].sum(1)
 
-    def _compute(self, packed_MX: Tensor, dtype: torch.dtype, top_k: int) -> Tensor:
-        x_MD, weights_MK, slots_MK = _unpacked(packed_MX, dtype, top_k)
+    def _compute(self, packed_MX: Tensor) -> Tensor:
+        x_MD, weights_MK, slots_MK = _unpacked(packed_MX, self._top_k)
         return expert_gemm_partial(x_MD, weights_MK, self._local(slots_MK), self.w13, self.w2, self.limit)
 
     # -- counts -------------------------------------------------------------------------------------------------------------
 
     def _count(self, ids_TK: Tensor) -> None:
-        """Each token once in the replica: by the tensor rank whose share it is in."""
+        """Each token once in the replica: by the tensor rank whose share it is in. Added up some calls at a time."""
         layout, me, num_tokens = self._layout, self.groups.place.tensor_rank, ids_TK.shape[0]
-        own_P = ids_TK[share_start(layout, me, num_tokens) : share_start(layout, me + 1, num_tokens)].flatten()
-        self._chosen_E.scatter_add_(0, own_P, torch.ones_like(own_P))
+        own = slice(share_start(layout, me, num_tokens), share_start(layout, me + 1, num_tokens))
+        self._uncounted.append(ids_TK[own] if layout.tp > 1 else ids_TK)
+        if len(self._uncounted) == _COUNTED_TOGETHER:
+            self._add_up()
+
+    def _add_up(self) -> None:
+        if self._uncounted:
+            ids_P = torch.cat(self._uncounted).flatten()
+            self._chosen_E.scatter_add_(0, ids_P, torch.ones_like(ids_P))
+            self._uncounted.clear()
 
     def take_counts(self) -> list[int]:
         """How often each expert was chosen by this rank's tokens since the last call; the ranks' counts add up to the replica's."""
+        self._add_up()
         counts: list[int] = self._chosen_E.tolist()
         self._chosen_E.zero_()
         return counts
@@ -113,17 +128,14 @@ class RoutedExperts:
     # -- slots --------------------------------------------------------------------------------------------------------------
 
     def _physical(self, ids_TK: Tensor) -> Tensor:
-        """The slot each choice goes to; the slots of a redundant expert take turns over the tokens."""
+        """The slot each choice goes to; the slots of a redundant expert take turns over the tokens, alike on all ranks that have these."""
         if self._counts_E is None:
             return ids_TK
-        turn_T1 = torch.arange(ids_TK.shape[0], device=ids_TK.device).unsqueeze(1) + self.groups.place.rank
+        turn_T1 = torch.arange(ids_TK.shape[0], device=ids_TK.device).unsqueeze(1) + self.groups.place.data_rank
         return self._slots_ER[ids_TK, turn_T1 % self._counts_E[ids_TK]]
 
     def _local(self, slots_MK: Tensor) -> Tensor:
-        """Slot on this rank, the number of slots for those of others."""
-        count = self.placement.slots_per_rank
-        local_MK = slots_MK.long() - self._first_slot
-        return local_MK.masked_fill_((local_MK < 0) | (local_MK >= count), count)
+        return self._local_of_slot.index_select(0, slots_MK.reshape(-1)).view(slots_MK.shape)
 
     def rebalance(self, placement: ExpertMap) -> int:
         """Take up another placement between two steps, a collective of all ranks; returns how many experts this rank received."""
@@ -180,15 +192,15 @@ def _exchange_counts(groups: ParallelGroups, sent_n: Tensor) -> tuple[list[int],
 
 
 def _packed(x_SD: Tensor, weights_SK: Tensor, slots_SK: Tensor) -> Tensor:
-    """One row of bytes a token: one message instead of three."""
-    parts = (x_SD.contiguous(), weights_SK.float().contiguous(), slots_SK.to(torch.int32).contiguous())
-    return torch.cat([part.view(torch.uint8) for part in parts], dim=1)
+    """One row a token, weights and slots behind x as they lie in memory: one message instead of three."""
+    dtype = x_SD.dtype
+    return torch.cat((x_SD, weights_SK.contiguous().view(dtype), slots_SK.to(torch.int32).view(dtype)), dim=1)
 
 
-def _unpacked(packed_MX: Tensor, dtype: torch.dtype, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    x_bytes = packed_MX.shape[1] - 8 * top_k
-    x, weights, slots = packed_MX.split_with_sizes((x_bytes, 4 * top_k, 4 * top_k), dim=1)
-    return x.view(dtype), weights.view(torch.float32), slots.view(torch.int32)
+def _unpacked(packed_MX: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    width = 4 * top_k // packed_MX.element_size()
+    x, weights, slots = packed_MX.split_with_sizes((packed_MX.shape[1] - 2 * width, width, width), dim=1)
+    return x, weights.view(torch.float32), slots.view(torch.int32)
 
 
 def _slot_table(placement: ExpertMap, device: torch.device) -> tuple[Tensor, Tensor | None]:

@@ -121,7 +121,7 @@ class V41Model:
         step = self.builder.build(batch, cache)
         row_ids_TEC = self._engram_rows(batch)
         if row_ids_TEC is not None:
-            self.engram_tables.begin(row_ids_TEC)
+            self.engram_tables.begin(row_ids_TEC, num_tokens)
         streams_TSD = self.embed(batch.token_ids_T)
         pre_TS = self.first_pre_S.expand(step.num_tokens, -1)
         run = Pass(self.spec, cache, step, self.builder, self.cache_rounding, capture, self.tensor)
@@ -184,7 +184,8 @@ class V41Model:
         """Take part in the collectives of a forward of other data ranks."""
         if self.spec.engram is not None and any(peers.num_tokens):
             engram = self.spec.engram
-            self.engram_tables.join(torch.empty((0, len(engram.layer_ids), engram.num_columns), dtype=torch.int64, device=self.device))
+            no_ids = torch.empty((0, len(engram.layer_ids), engram.num_columns), dtype=torch.int64, device=self.device)
+            self.engram_tables.join(no_ids, peers.num_tokens)
         for layer in self.layers:
             if layer.moe.spread is not None:
                 layer.moe.spread.join(peers.num_logit_rows if layer is self.layers[-1] else peers.num_tokens)
