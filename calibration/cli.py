@@ -2,7 +2,8 @@
 
 ``import`` reads a PyTorch-profiler Chrome trace (.json, .json.gz), an nsys SQLite export, a CSV (its columns:
 calibration/importers/csv_table.py) or AIConfigurator's tables (``aic:SYSTEM/BACKEND``), prints a summary and keeps the table with --out.
-``show`` prints the summary of a table.
+``show`` prints the summary of a table. ``record`` runs a model's steps on one rank and keeps plans, component ranges and their table in a
+folder.
 """
 
 from __future__ import annotations
@@ -37,7 +38,17 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     bring.add_argument("--rank", type=int, metavar="N", help="the file's rank (0 to 65535), where it does not say or is wrong")
     show = actions.add_parser("show", help="the summary of a table")
     show.add_argument("table", type=Path, metavar="TABLE", help="a table that import wrote, of kernels or of points")
-    for action, run in ((bring, run_import), (show, run_show)):
+    record = actions.add_parser("record", help="record a model's steps on this machine")
+    record.add_argument("model", metavar="MODEL", help="as for generate")
+    record.add_argument("--out", type=Path, required=True, metavar="DIR", help="a folder without a recording")
+    record.add_argument("--mode", choices=("profile", "timers"), default="profile", help="every kernel, or component timers alone (cheap)")
+    record.add_argument("--batch-size", type=int, default=4, metavar="N", help="requests at a time (1 to 4096, default 4)")
+    record.add_argument("--context", type=int, default=128, metavar="TOKENS", help="prompt length (1 to 1048576, default 128)")
+    record.add_argument("--new-tokens", type=int, default=16, metavar="N", help="tokens generated per request (1 to 65536, default 16)")
+    record.add_argument("--max-steps", type=int, metavar="N", help="end after so many steps (default: 32 of profile, 2000 of timers)")
+    record.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: the engine's for the model and device")
+    record.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default auto)")
+    for action, run in ((bring, run_import), (show, run_show), (record, run_record)):
         action.add_argument("--json", action="store_true", help="one JSON object on stdout: seconds, counts, shares from 0 to 1")
         action.add_argument("--log-level", metavar="LEVEL", help="debug, info, warning or error (default warning); env TWINFER_LOG_LEVEL")
         action.set_defaults(run=run)
@@ -76,6 +87,63 @@ def run_show(arguments: argparse.Namespace) -> int:
     else:
         _print_kernels(read_kernels(arguments.table), arguments.json)
     return 0
+
+
+def run_record(arguments: argparse.Namespace) -> int:
+    _require_libraries()
+    from calibration.errors import TraceError
+    from engine.device import resolve_device
+
+    for name, value, high in (
+        ("batch-size", arguments.batch_size, 4096), ("context", arguments.context, 1 << 20), ("new-tokens", arguments.new_tokens, 1 << 16),
+    ):  # fmt: skip
+        if not 1 <= value <= high:
+            raise TraceError(f"--{name} is {value}; allowed: 1 to {high}")
+    from calibration.recorder import record_model
+
+    recorder = record_model(
+        arguments.model,
+        arguments.out,
+        mode=arguments.mode,
+        batch=arguments.batch_size,
+        context=arguments.context,
+        new_tokens=arguments.new_tokens,
+        dtype=arguments.dtype,
+        device=resolve_device(arguments.device).device,
+        max_steps=arguments.max_steps,
+    )
+    if arguments.mode == "timers":
+        _print_timers(recorder.steps_path, arguments.json)
+        return 0
+
+    from calibration.importers import import_trace
+    from calibration.rules import load_rules
+    from calibration.storage import write_kernels
+
+    table = import_trace([recorder.trace_path], load_rules())
+    out = arguments.out / "kernels.parquet"
+    write_kernels(out, table)
+    _print_kernels(table, arguments.json)
+    _say_written(out)
+    return 0
+
+
+def _print_timers(path: Path, as_json: bool) -> None:
+    """Sums over the recorded steps."""
+    steps = [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
+    components: dict[str, float] = {}
+    for step in steps:
+        for name, seconds in step["components"].items():
+            components[name] = components.get(name, 0.0) + seconds
+    total_s = sum(step["seconds"] for step in steps)
+    if as_json:
+        _print_json(
+            {"num_steps": len(steps), "span_s": total_s, "by_component": {name: {"seconds": value} for name, value in components.items()}}
+        )
+        return
+    print(f"{len(steps)} steps, {total_s * 1e3:.3f} ms")
+    for name, seconds in sorted(components.items(), key=lambda item: -item[1]):
+        print(f"  {name:18} {seconds * 1e3:12.3f} ms")
 
 
 def _require_libraries() -> None:
