@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from engine.core.errors import InvariantError
 from engine.core.expert_map import ExpertMap, moves
 from engine.core.sharding import RankPlace
 from engine.core.traffic import sends_everything, share_start, token_shares
@@ -118,10 +119,10 @@ class RoutedExperts:
             self._chosen_E.scatter_add_(0, ids_P, torch.ones_like(ids_P))
             self._uncounted.clear()
 
-    def take_counts(self) -> list[int]:
+    def take_counts(self) -> tuple[int, ...]:
         """How often each expert was chosen by this rank's tokens since the last call; the ranks' counts add up to the replica's."""
         self._add_up()
-        counts: list[int] = self._chosen_E.tolist()
+        counts = tuple(self._chosen_E.tolist())
         self._chosen_E.zero_()
         return counts
 
@@ -159,6 +160,13 @@ class RoutedExperts:
         self.placement = placement
         self._slots_ER, self._counts_E = _slot_table(placement, self.w13.device)
         return len(to_slots)
+
+
+def rebalance(layers: Sequence[RoutedExperts], maps: Sequence[ExpertMap]) -> int:
+    """A placement for each layer; returns how many experts this rank received. Raises InvariantError where their number differs."""
+    if len(maps) != len(layers):
+        raise InvariantError(f"{len(maps)} expert maps for {len(layers)} layers with experts")
+    return sum(layer.rebalance(placement) for layer, placement in zip(layers, maps, strict=True))
 
 
 def forced_ids(routing: Routing, like_TK: Tensor, num_experts: int, spread: RoutedExperts | None, num_tokens: Sequence[int]) -> Tensor:

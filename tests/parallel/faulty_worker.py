@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -111,9 +111,5 @@ def build(config: WorkerConfig, report: LoadReport) -> Runner:
     return runner
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    run_worker(build, argv)
-
-
 if __name__ == "__main__":
-    main()
+    run_worker(build)

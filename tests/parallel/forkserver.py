@@ -1,7 +1,7 @@
 """Worker processes forked from one that has imported torch already: they start in a tenth of a second instead of seconds.
 
 ``python -m tests.parallel.forkserver FD PARENT_PID`` serves requests on a socket: a module and two descriptors come, the pid of a process
-that runs the module's ``main`` goes back. The process is forked twice and so becomes a child of the tests' process, as if that had spawned
+that runs the module goes back. The process is forked twice and so becomes a child of the tests' process, as if that had spawned
 it: it can be waited for, and it knows its parent.
 """
 
@@ -10,11 +10,13 @@ from __future__ import annotations
 import ctypes
 import importlib
 import os
+import runpy
 import signal
 import socket
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import msgspec
@@ -115,9 +117,10 @@ def _become(request: Request, fds: list[int]) -> None:
     os.dup2(2, 1)
     for fd in fds:
         os.set_inheritable(fd, True)
-    arguments = [f"--plan-fd={fds[0]}", f"--heartbeat-fd={fds[1]}", f"--parent-pid={request.parent_pid}"]
-    importlib.import_module(request.module).main(arguments)
-    os._exit(1)  # a worker's main does not return
+    sys.argv = [request.module, f"--plan-fd={fds[0]}", f"--heartbeat-fd={fds[1]}", f"--parent-pid={request.parent_pid}"]
+    with warnings.catch_warnings(action="ignore"):  # that the product's module has been imported before it is run
+        runpy.run_module(request.module, run_name="__main__", alter_sys=True)
+    os._exit(1)  # a worker's module does not return
 
 
 if __name__ == "__main__":
