@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.core.cache_config import CacheConfig
 from engine.core.plan import StepPeers
+from engine.core.rank_counters import RankCounters
 from engine.core.specs import ModelSpec
 from engine.model.batch import ForwardBatch
 
@@ -131,4 +132,8 @@ class Model(Protocol):
 
     def join_draft(self, peers: StepPeers) -> None:
         """The same for a draft round."""
+        ...
+
+    def take_counters(self) -> RankCounters:
+        """What was sent and waited for since the last call."""
         ...

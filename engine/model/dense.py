@@ -14,7 +14,9 @@ from torch.nn import functional
 
 from engine.core.cache_config import CacheConfig
 from engine.core.errors import ConfigError, InvariantError
+from engine.core.expert_map import ExpertMap
 from engine.core.plan import StepPeers
+from engine.core.rank_counters import RankCounters
 from engine.core.sharding import RankPlace, held_kv_heads, held_part, holds
 from engine.core.specs import DenseSpec
 from engine.core.tensors import expected_tensors
@@ -26,6 +28,7 @@ from engine.model.batch import ForwardBatch
 from engine.model.dense_cache import DenseCache
 from engine.model.dense_linear import Linear
 from engine.model.dense_moe import MoeFeedForward, load_moe
+from engine.parallel.experts import RoutedExperts, rebalance
 from engine.parallel.groups import ParallelGroups
 from engine.parallel.tensor import all_gather_vocabulary, all_reduce, embedding
 
@@ -73,6 +76,7 @@ class DenseModel:
             raise ConfigError(f"{spec.name}: head_dim {spec.head_dim} is odd, rotary embedding needs pairs")
         self.place = groups.place if groups else RankPlace()
         self.place.validate_for(spec)
+        self.groups = groups
         self.tensor = groups.tensor if groups else None
         self.num_heads = spec.num_heads // self.place.layout.tp  # here; so is the next
         self.num_kv_heads = held_kv_heads(spec, self.place)
@@ -112,6 +116,22 @@ class DenseModel:
 
     def join_draft(self, peers: StepPeers) -> None:
         """Nothing: there is no draft."""
+
+    def rebalance(self, maps: Sequence[ExpertMap]) -> int:
+        """See ``base.Model``."""
+        return rebalance(self._spread_layers(), maps)
+
+    def take_expert_counts(self) -> list[list[int]]:
+        """See ``base.Model``."""
+        return [layer.take_counts() for layer in self._spread_layers()]
+
+    def take_counters(self) -> RankCounters:
+        """See ``base.Model``."""
+        return RankCounters(self.groups.traffic.take() if self.groups else ())
+
+    def _spread_layers(self) -> list[RoutedExperts]:
+        feed_forwards = [layer.feed_forward for layer in self._layers]
+        return [each.spread for each in feed_forwards if isinstance(each, MoeFeedForward) and each.spread is not None]
 
     def forward(self, batch: ForwardBatch, cache: KVCache, capture: frozenset[str] = frozenset()) -> ForwardOutput:
         """Logits of the wanted rows. ``capture`` may name "hidden": the normed hidden states of these rows [R, D]."""

@@ -119,10 +119,10 @@ class RoutedExperts:
             self._chosen_E.scatter_add_(0, ids_P, torch.ones_like(ids_P))
             self._uncounted.clear()
 
-    def take_counts(self) -> tuple[int, ...]:
+    def take_counts(self) -> list[int]:
         """How often each expert was chosen by this rank's tokens since the last call; the ranks' counts add up to the replica's."""
         self._add_up()
-        counts = tuple(self._chosen_E.tolist())
+        counts: list[int] = self._chosen_E.tolist()
         self._chosen_E.zero_()
         return counts
 

@@ -81,7 +81,7 @@ class Outcome(msgspec.Struct, frozen=True):
     tokens: list[list[int]]
     logprobs: list[list[TokenLogprobs]]
     plans: list[StepPlan]
-    traffic: list[tuple[str, int, int]]
+    traffic: tuple[tuple[str, int, int], ...]
     held_bytes: int
     predicted_bytes: int
     cache_bytes: int
@@ -153,7 +153,6 @@ class Replica:
         registered: set[int] = set()
         while (plan := self.scheduler.plan(0.0)) is not None:
             if plan.step in self.case.rebalance and self.groups is not None:
-                assert isinstance(self.model, V41Model)
                 moved += self.model.rebalance(self.case.rebalance[plan.step])
             plans.append(plan)
             mine = plan.ranks[self.place.data_rank]
@@ -175,17 +174,18 @@ class Replica:
         for event in events:
             if isinstance(event, TokensEmitted):
                 tokens[event.request].extend(event.tokens)
+        counters = self.model.take_counters()
         return Outcome(
             tokens=tokens,
             logprobs=logprobs,
             plans=plans,
-            traffic=list(self.groups.traffic.take()) if self.groups else [],
+            traffic=counters.traffic,
             held_bytes=self.model.num_bytes(),
             predicted_bytes=self.predicted.weight_bytes,
             cache_bytes=self.runner.cache_bytes,
             predicted_cache_bytes=self.predicted.cache_bytes,
             moved_experts=moved,
-            expert_counts=self.model.take_expert_counts() if isinstance(self.model, V41Model) else [],
+            expert_counts=self.model.take_expert_counts(),
             step_s=sorted(times)[len(times) // 2],
         )
 

@@ -13,6 +13,7 @@ from engine.core.cache_config import CacheConfig
 from engine.core.errors import ConfigError, InvariantError
 from engine.core.expert_map import ExpertMap
 from engine.core.plan import StepPeers
+from engine.core.rank_counters import RankCounters
 from engine.core.sharding import RankPlace
 from engine.core.specs import V41Spec
 from engine.kernels.engram import engram_classes, engram_gate, engram_hash
@@ -28,7 +29,8 @@ from engine.model.v41.draft import DraftHead
 from engine.model.v41.hashing import hash_constants
 from engine.model.v41.step import Pass, StepBuilder, StepIndex
 from engine.model.v41.weights import EngramWeights, LayerWeights, Loader, load_engram_tables, load_layer
-from engine.parallel.experts import RoutedExperts, Routing
+from engine.parallel.engram import EngramStats
+from engine.parallel.experts import RoutedExperts, Routing, rebalance
 from engine.parallel.groups import ParallelGroups
 from engine.parallel.tensor import all_gather_vocabulary, embedding
 
@@ -197,18 +199,22 @@ class V41Model:
             self.draft_head.join(peers)
 
     def rebalance(self, maps: Sequence[ExpertMap]) -> int:
-        """Take up other expert placements between two steps, one for each layer, backbone before draft; a collective of all ranks.
-
-        Returns how many experts this rank received.
-        """
-        layers = self._spread_layers()
-        if len(maps) != len(layers):
-            raise InvariantError(f"{len(maps)} expert maps for {len(layers)} layers")
-        return sum(layer.rebalance(placement) for layer, placement in zip(layers, maps, strict=True))
+        """See ``base.Model``."""
+        return rebalance(self._spread_layers(), maps)
 
     def take_expert_counts(self) -> list[list[int]]:
-        """How often each expert of each layer (backbone before draft) was chosen by this rank's tokens since the last call."""
+        """See ``base.Model``; the backbone's layers, then the draft's."""
         return [layer.take_counts() for layer in self._spread_layers()]
+
+    def take_counters(self) -> RankCounters:
+        """See ``base.Model``."""
+        stats = self.engram_tables.stats.take() if self.spec.engram is not None else EngramStats()
+        return RankCounters(
+            traffic=self.groups.traffic.take() if self.groups else (),
+            engram_hits=stats.hits,
+            engram_misses=stats.misses,
+            engram_wait_s=stats.wait_s,
+        )
 
     def _spread_layers(self) -> list[RoutedExperts]:
         layers = self.layers + (self.draft_head.layers if self.draft_head else [])
