@@ -15,6 +15,7 @@ from engine.actors.config import EngineConfig, GatewayConfig, SupervisionConfig,
 from engine.chat_template import ChatTemplate
 from engine.core.cache_config import CacheConfig
 from engine.core.errors import ConfigError
+from engine.core.expert_balance import first_maps
 from engine.core.layout import Deployment, parse_layout
 from engine.core.memory import MemoryPlan, blocks_for, held_weight_bytes, plan_memory, smallest_block_multiple
 from engine.core.scheduler_config import SchedulerConfig
@@ -114,6 +115,7 @@ def plan_launch(options: Resolved, spec: ModelSpec, model: str, *, to_run: bool 
         shutdown_timeout_s=options["shutdown_timeout"],
         on_worker_death=options["on_worker_death"],
     )
+    maps = first_maps(spec, place)
     config = EngineConfig(
         workers=workers,
         scheduler=scheduler,
@@ -122,6 +124,9 @@ def plan_launch(options: Resolved, spec: ModelSpec, model: str, *, to_run: bool 
             max_requests=options["max_waiting_requests"] + options["max_running_requests"] * place.layout.dp,
             seed=options["random_seed"],
         ),
+        expert_maps=maps,
+        report_steps=options["report_steps"] if place.num_ranks > 1 or place.engram == "host" else 0,
+        rebalance_experts=bool(maps) and options["expert_rebalancing"],
         nodes=nodes_config(options, workers, supervision, spec, model) if to_run else None,
     )
     config.validate()

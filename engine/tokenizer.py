@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,13 @@ from engine.reading import read_bytes, read_text
 # The largest public tokenizer files are about 35 MB.
 MAX_TOKENIZER_BYTES = 256 << 20
 MAX_JSON_BYTES = 16 << 20
+LONG_TEXT_CHARS = 8192  # a millisecond or two to encode
+_USUAL_TOKEN_CHARS = 8  # and more
+_CUT_MARGIN_TOKENS = 64
+
+
+# One text at a time is encoded: threads of the library's own would have nothing to share. Read by it at its first use.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class Tokenizer:
@@ -88,8 +96,12 @@ class Tokenizer:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise RequestError(f"prompt is not valid Unicode: {error.reason} at character {error.start}", param="prompt") from None
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+        if len(text) <= LONG_TEXT_CHARS:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            return ids
+        # Of the library's ways to encode, the one that lets other threads run meanwhile; for a short text it would take longer.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -120,6 +132,22 @@ class Tokenizer:
         if text is None or self._alphabet is None:
             return b""  # the model's vocabulary is padded beyond the tokenizer's
         return self._alphabet(text)
+
+
+def refuse_far_too_long(text: str, limit_tokens: int, encode: Callable[[str], Sequence[int]], param: str) -> None:
+    """Raise RequestError for a text that has certainly more than ``limit_tokens``, found out with as much of its beginning as that takes.
+
+    A cut changes the tokens beside it and no others, for which there is a margin.
+    """
+    length = max(LONG_TEXT_CHARS, _USUAL_TOKEN_CHARS * limit_tokens)
+    while length < len(text):
+        if len(encode(text[:length])) > limit_tokens + _CUT_MARGIN_TOKENS:
+            raise RequestError(
+                f"{param} has {len(text)} characters, which are more than the {limit_tokens} tokens that the context holds",
+                param=param,
+                code="context_length_exceeded",
+            )
+        length *= 2
 
 
 class _ByteLevelAlphabet:

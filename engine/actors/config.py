@@ -9,6 +9,7 @@ import msgspec
 
 from engine.core.cache_config import CacheConfig
 from engine.core.errors import ConfigError
+from engine.core.expert_map import ExpertMap
 from engine.core.scheduler_config import SchedulerConfig
 
 
@@ -138,6 +139,9 @@ class EngineConfig(msgspec.Struct, frozen=True):
     supervision: SupervisionConfig = SupervisionConfig()
     gateway: GatewayConfig = GatewayConfig()
     nodes: NodesConfig | None = None  # None: this machine alone
+    expert_maps: tuple[ExpertMap, ...] = ()  # the placements that the ranks start with, one a layer; empty where experts are not spread
+    report_steps: int = 0  # steps between the workers' reports of what they have counted (experts, messages, Engram waits); 0: none
+    rebalance_experts: bool = False  # move experts where a report shows that it pays
 
     @property
     def is_follower(self) -> bool:

@@ -33,10 +33,10 @@ from engine.core.request import Request
 from engine.core.sampling import MAX_SEED, SamplingParams
 from engine.core.scheduler_state import Stats
 from engine.detokenize import StopMatcher
-from engine.tokenizer import Tokenizer
+from engine.tokenizer import LONG_TEXT_CHARS, Tokenizer, refuse_far_too_long
 
-# Below this a prompt is tokenised in place (a millisecond or two); above, in a thread, so that other requests' steps go on.
-_THREAD_PROMPT_CHARS = 8192
+# Short prompts are tokenised in place, long ones in a thread, so that other requests' steps go on: so many at a time.
+_TOKENISING_THREADS = 2
 _MAX_SALT_CHARS = 256
 _MAX_PRIORITY = 1 << 31
 
@@ -109,6 +109,8 @@ class Gateway:
         self._group: WorkerGroup | None = None  # while there is one
         self.stop_signal: int | None = None  # the first one received
         self.forced = False  # running requests were cut: by a second signal, or at the end of shutdown_timeout_s
+        self._tokenising = trio.CapacityLimiter(_TOKENISING_THREADS)
+        self._tokenising_any = trio.CapacityLimiter(1)
         self._next_id = 0
         self._open_streams: set[RequestStream] = set()
         self._drained = trio.Event()
@@ -158,8 +160,11 @@ class Gateway:
             )
             return Completion(samples, stream.usage, stream.seed)
 
-    async def tokenise(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Token ids of a prompt. Raises RequestError for a text that is too long or not valid Unicode, and where there is no tokenizer."""
+    async def tokenise(self, text: str, *, add_special_tokens: bool = True, any_length: bool = False) -> tuple[int, ...]:
+        """Token ids of a prompt. Raises RequestError for a text that is too long or not valid Unicode, and where there is no tokenizer.
+
+        A text that is much longer than the context is refused by its beginning, unless ``any_length``.
+        """
         if len(text) > self._config.max_prompt_chars:
             raise RequestError(
                 f"prompt has {len(text)} characters; allowed: at most {self._config.max_prompt_chars}",
@@ -169,10 +174,18 @@ class Gateway:
         tokenizer = self.tokenizer
         if tokenizer is None:
             raise RequestError("prompt is text, and the model has no tokenizer: give token ids", param="prompt")
-        if len(text) <= _THREAD_PROMPT_CHARS:
-            return tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens))
-        encode = partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
-        return tuple(await trio.to_thread.run_sync(encode, abandon_on_cancel=True))
+        encode = partial(tokenizer.encode, add_special_tokens=add_special_tokens)
+        if len(text) <= LONG_TEXT_CHARS:
+            return tuple(encode(text))
+
+        def encode_checked() -> tuple[int, ...]:
+            if not any_length:
+                refuse_far_too_long(text, self.context_length, encode, "prompt")
+            return tuple(encode(text))
+
+        # Texts of any length take turns among themselves: prompts do not wait for them.
+        limiter = self._tokenising_any if any_length else self._tokenising
+        return await trio.to_thread.run_sync(encode_checked, abandon_on_cancel=True, limiter=limiter)
 
     # -- state ----------------------------------------------------------------------------------------------------------------
 
@@ -195,6 +208,11 @@ class Gateway:
         if self.num_requests == 0 and self._scheduler.core.num_uncommitted == 0:
             self._scheduler.core.check()
         return EngineStats(self.health, self.num_requests, self._scheduler.core.stats(), self._cache.stats())
+
+    @property
+    def num_rebalances(self) -> int:
+        """How often experts were moved between ranks."""
+        return self._scheduler.num_rebalances
 
     def mailbox_depths(self) -> dict[str, int]:
         """Messages not read yet, by actor."""

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Literal, Union
 import msgspec
 
 from engine.actors.config import WorkerConfig
+from engine.core.expert_map import ExpertMap
 from engine.core.plan import RankPlan, RankResult, RequestId, StepPeers
+from engine.core.rank_counters import RankCounters
 from engine.core.request import Request
 from engine.core.sampling import SamplingParams
 
@@ -53,13 +55,20 @@ class Execute(msgspec.Struct, frozen=True, tag=True):
     step: int
     plan: RankPlan
     peers: StepPeers | None = None
+    report_counters: bool = False  # the result is to bring what was counted since one last did
+
+
+class Rebalance(msgspec.Struct, frozen=True, tag=True):
+    """Take up other expert placements before the next step, one a layer: all ranks together."""
+
+    maps: tuple[ExpertMap, ...]
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Free everything and exit with 0."""
 
 
-WorkerCommand = Union[Start, Register, Forget, Prepare, Execute, Shutdown]
+WorkerCommand = Union[Start, Register, Forget, Prepare, Execute, Rebalance, Shutdown]
 
 # -- from a worker ------------------------------------------------------------------------------------------------------------
 
@@ -89,6 +98,7 @@ class Executed(msgspec.Struct, frozen=True, tag=True):
     result: RankResult
     forward_s: float
     components: tuple[tuple[str, float], ...] = ()
+    counters: RankCounters | None = None  # of this rank, where Execute asked
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

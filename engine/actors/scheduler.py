@@ -13,11 +13,12 @@ from typing import NoReturn, Protocol, assert_never
 import trio
 
 from engine.actors.cache import CacheManager
-from engine.actors.messages import Abort, Forget, Prepare, Register, SchedulerMessage, Submit
+from engine.actors.messages import Abort, Forget, Prepare, Rebalance, Register, SchedulerMessage, Submit
 from engine.actors.stream import RequestStream
 from engine.actors.worker import WorkerGroup
 from engine.core.errors import CapacityError, GenerationError, InvariantError, RequestError, TwinferError
 from engine.core.events import Admitted, Event, Finished, Rejected, TokensEmitted
+from engine.core.expert_balance import ExpertBalancer
 from engine.core.plan import RequestId, StepPlan, StepResult
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
@@ -59,8 +60,16 @@ class SchedulerActor:
     """``tell`` is its mailbox, ``serve`` its life with one generation of workers."""
 
     def __init__(
-        self, make_core: Callable[[], Scheduler], cache: CacheManager, max_requests: int, observers: Sequence[Observer] = ()
+        self,
+        make_core: Callable[[], Scheduler],
+        cache: CacheManager,
+        max_requests: int,
+        observers: Sequence[Observer] = (),
+        *,
+        report_steps: int = 0,
+        make_balancer: Callable[[], ExpertBalancer | None] = lambda: None,
     ) -> None:
+        """Every ``report_steps`` (0: never) the workers tell what they have counted; a balancer may then have experts moved."""
         self._make_core = make_core
         self._cache = cache
         self._observers = tuple(observers)
@@ -74,6 +83,10 @@ class SchedulerActor:
         self._waiting = True
         self._turn_s = 0.0  # when its present turn began
         self.num_steps = 0  # committed by this generation
+        self.num_rebalances = 0  # expert placements taken up
+        self._make_balancer = make_balancer
+        self._balancer: ExpertBalancer | None = None
+        self._report_steps = report_steps
         self.core = make_core()
         self._in_flight: deque[StepPlan] = deque()
 
@@ -111,6 +124,7 @@ class SchedulerActor:
         if self._records or self._in_flight:
             raise InvariantError("a scheduler is reset while it has requests")
         self.core = self._make_core()
+        self._balancer = self._make_balancer()  # new workers begin with the first placements
         self.num_steps = 0
 
     async def serve(self, workers: WorkerGroup) -> NoReturn:
@@ -139,6 +153,8 @@ class SchedulerActor:
             for observer in self._observers:
                 observer.committed(plan, result, now_s)
             self._note(events)
+            if result.counters is not None and self._balancer is not None:
+                await self._rebalance(self._balancer, result.counters.expert_choices, workers)
             # Text is made while the worker computes: after the next plan, where it has nothing to do until then.
             if not self._in_flight:
                 self._read_mailbox(workers)
@@ -174,6 +190,14 @@ class SchedulerActor:
     def _turned(self) -> None:
         self._waiting = False
         self._turn_s = trio.current_time()
+
+    async def _rebalance(self, balancer: ExpertBalancer, counts: Sequence[Sequence[int]], workers: WorkerGroup) -> None:
+        """No step is lost: plans under way are executed before, the next one after."""
+        balancer.add(counts)
+        maps = balancer.propose()
+        if maps is not None:
+            await workers.send_all(Rebalance(maps))
+            self.num_rebalances += 1
 
     # -- parts of the loop ----------------------------------------------------------------------------------------------------
 
@@ -221,7 +245,7 @@ class SchedulerActor:
         self._cache.begin(plan)
         for observer in self._observers:
             observer.planned(plan, now_s)
-        await workers.send_plan(plan)
+        await workers.send_plan(plan, report_counters=bool(self._report_steps) and plan.step % self._report_steps == 0)
         return True
 
     def _publish(self, events: Sequence[Event], workers: WorkerGroup) -> None:

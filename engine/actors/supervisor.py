@@ -27,6 +27,7 @@ from engine.actors.leader import open_leader
 from engine.actors.scheduler import Observer, SchedulerActor
 from engine.actors.worker import WORKER_MODULE, LoadProgress, WorkerGroup, open_workers
 from engine.core.errors import CapacityError, InvariantError, TwinferError, WorkerError
+from engine.core.expert_balance import ExpertBalancer
 from engine.core.scheduler import Scheduler
 from engine.tokenizer import Tokenizer
 
@@ -92,7 +93,14 @@ class _Supervisor:
         self._cache = CacheManager(config.scheduler.cache)
         # The door is the gateway's: when all slots are free and a burst arrives, all of it waits for a moment.
         core_config = msgspec.structs.replace(config.scheduler, max_waiting=config.max_requests)
-        self._scheduler = SchedulerActor(lambda: Scheduler(core_config), self._cache, config.max_requests, observers)
+        self._scheduler = SchedulerActor(
+            lambda: Scheduler(core_config),
+            self._cache,
+            config.max_requests,
+            observers,
+            report_steps=config.report_steps,
+            make_balancer=lambda: ExpertBalancer(config.expert_maps) if config.rebalance_experts else None,
+        )
         self.gateway = Gateway(config, self._scheduler, self._cache, tokenizer)
         self.body_scope = trio.CancelScope()
         self.started = False  # once all workers were ready

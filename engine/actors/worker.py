@@ -41,6 +41,7 @@ from engine.actors.network import LOOPBACK, interface_of
 from engine.actors.process import describe_exit, is_stopped, open_pidfd, spawn_module, wait_exit
 from engine.core.errors import ConfigError, InvariantError, TwinferError, WorkerError
 from engine.core.plan import RankResult, StepPlan, StepResult, step_peers
+from engine.core.rank_counters import RankCounters, added
 
 WORKER_MODULE = "engine.actors.worker_main"
 # Called with a worker's name, the parameters it has read, and those there are.
@@ -360,9 +361,9 @@ class WorkerGroup:
     async def send_all(self, command: WorkerCommand) -> None:
         await self._send(lambda _: command)
 
-    async def send_plan(self, plan: StepPlan) -> None:
+    async def send_plan(self, plan: StepPlan, *, report_counters: bool = False) -> None:
         peers = step_peers(plan) if len(self.workers) > 1 else None
-        await self._send(lambda worker: Execute(plan.step, plan.ranks[worker.config.data_rank], peers))
+        await self._send(lambda worker: Execute(plan.step, plan.ranks[worker.config.data_rank], peers, report_counters))
 
     async def _send(self, command_for: Callable[[RankWorker], WorkerCommand]) -> None:
         """The longer way first; what goes to one node goes together."""
@@ -377,16 +378,19 @@ class WorkerGroup:
         """Every worker's result of ``plan``. The slowest one makes the step, so the order of asking costs nothing."""
         results: list[RankResult | None] = [None] * len(plan.ranks)
         slowest: Executed | None = None
+        counters: list[RankCounters] = []
         for worker in self.workers:
             executed = await worker.receive_executed(plan.step)
             if slowest is None or executed.forward_s > slowest.forward_s:
                 slowest = executed
+            if executed.counters is not None:
+                counters.append(executed.counters)
             if worker.config.tensor_rank == 0:
                 results[worker.config.data_rank] = executed.result
         if slowest is None or any(result is None for result in results):
             raise InvariantError(f"step {plan.step}: a rank without a worker; ranks of the workers do not cover the plan")
         ranks = tuple(result for result in results if result is not None)
-        return StepResult(plan.step, ranks, slowest.forward_s, slowest.components)
+        return StepResult(plan.step, ranks, slowest.forward_s, slowest.components, added(counters) if counters else None)
 
 
 class OtherNodes(Protocol):

@@ -34,6 +34,7 @@ from engine.actors.messages import (
     Pong,
     Prepare,
     Ready,
+    Rebalance,
     Register,
     Shutdown,
     Start,
@@ -41,7 +42,9 @@ from engine.actors.messages import (
     WorkerReply,
 )
 from engine.core.errors import CollectiveError, ConfigError
+from engine.core.expert_map import ExpertMap
 from engine.core.plan import RankPlan, RankResult, RequestId, StepPeers
+from engine.core.rank_counters import RankCounters
 from engine.core.sampling import SamplingParams
 
 EXIT_OK = 0
@@ -81,6 +84,14 @@ class Runner(Protocol):
         """Where the time of the last step went, by component; empty where it is not timed."""
         ...
 
+    def take_counters(self) -> RankCounters:
+        """What was counted since the last call."""
+        ...
+
+    def rebalance(self, maps: Sequence[ExpertMap]) -> None:
+        """Take up other expert placements; a collective of all ranks."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -117,12 +128,16 @@ def serve(channel: _Channel, build: RunnerFactory) -> int:
         while True:
             command = channel.receive()
             match command:
-                case Execute(step=step, plan=plan, peers=peers):
+                case Execute(step=step, plan=plan, peers=peers, report_counters=report_counters):
                     during = f"step {step}"
                     begin_s = time.perf_counter()
                     result = runner.execute(step, plan, peers)
                     forward_s = time.perf_counter() - begin_s
-                    channel.send(Executed(step, result, forward_s, runner.take_components()))
+                    counters = runner.take_counters() if report_counters else None
+                    channel.send(Executed(step, result, forward_s, runner.take_components(), counters))
+                case Rebalance(maps=maps):
+                    during = "rebalance"
+                    runner.rebalance(maps)
                 case Register(request=request, tokens=tokens, params=params, seed=seed):
                     during = f"register {request}"
                     runner.register(request, tokens, params, seed)

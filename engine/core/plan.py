@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import msgspec
 
+from engine.core.rank_counters import RankCounters
+
 RequestId = int
 
 
@@ -170,9 +172,11 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     """What came of a StepPlan. Times are measured by the executor; the core never reads them.
 
     ``components`` are (name, seconds) of the slowest rank, names from ``specs.COMPONENTS``; empty unless the executor was asked for them.
+    ``counters``: what all ranks together have counted since the last report; None where none was asked for.
     """
 
     step: int
     ranks: tuple[RankResult, ...]
     forward_s: float = 0.0
     components: tuple[tuple[str, float], ...] = ()
+    counters: RankCounters | None = None

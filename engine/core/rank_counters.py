@@ -10,11 +10,13 @@ import msgspec
 class RankCounters(msgspec.Struct, frozen=True, array_like=True):
     """Since the last time they were taken.
 
+    expert_choices  of every layer with spread experts (backbone before draft), how often this rank's tokens chose each
     traffic      (kind of collective, bytes sent to other ranks, number of collectives)
     engram_hits  fetches whose Engram rows were there when a layer asked for them; ``engram_misses``: those waited for, ``engram_wait_s`` in
                  all. Tables that lie whole on the device need no fetch and count nothing.
     """
 
+    expert_choices: tuple[tuple[int, ...], ...] = ()
     traffic: tuple[tuple[str, int, int], ...] = ()
     engram_hits: int = 0
     engram_misses: int = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.core.cache_config import CacheConfig
+from engine.core.expert_map import ExpertMap
 from engine.core.plan import StepPeers
 from engine.core.rank_counters import RankCounters
 from engine.core.specs import ModelSpec
@@ -132,6 +133,15 @@ class Model(Protocol):
 
     def join_draft(self, peers: StepPeers) -> None:
         """The same for a draft round."""
+        ...
+
+    def rebalance(self, maps: Sequence[ExpertMap]) -> int:
+        """Take up other expert placements between two steps, one for each layer with spread experts, backbone before draft; a collective
+        of all ranks. Returns how many experts this rank received."""
+        ...
+
+    def take_expert_counts(self) -> list[list[int]]:
+        """How often this rank's tokens chose each expert of these layers since the last call; empty where experts are not spread."""
         ...
 
     def take_counters(self) -> RankCounters:

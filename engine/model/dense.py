@@ -127,7 +127,7 @@ class DenseModel:
 
     def take_counters(self) -> RankCounters:
         """See ``base.Model``."""
-        return RankCounters(self.groups.traffic.take() if self.groups else ())
+        return RankCounters(traffic=self.groups.traffic.take() if self.groups else ())
 
     def _spread_layers(self) -> list[RoutedExperts]:
         feed_forwards = [layer.feed_forward for layer in self._layers]

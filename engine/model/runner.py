@@ -11,13 +11,16 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.core.cache_config import CacheConfig
 from engine.core.errors import InvariantError
+from engine.core.expert_map import ExpertMap
 from engine.core.plan import ItemResult, PlanItem, RankPlan, RankResult, RequestId, SequenceStart, StepPeers, TokenLogprobs
+from engine.core.rank_counters import RankCounters
 from engine.core.sampling import SamplingParams
 from engine.kernels.timing import ComponentTimer, component, timing
 from engine.model.base import DraftRequest, ForwardOutput, Model
@@ -145,6 +148,15 @@ class Runner:
     def time_components(self, timer: ComponentTimer | None) -> None:
         """Charge the components of the steps from now on to ``timer``; None times none."""
         self._timer = timer
+
+    def take_counters(self) -> RankCounters:
+        """What was counted since the last call; nothing on a rank that is alone."""
+        choices = tuple(tuple(layer) for layer in self.model.take_expert_counts())
+        return msgspec.structs.replace(self.model.take_counters(), expert_choices=choices)
+
+    def rebalance(self, maps: Sequence[ExpertMap]) -> None:
+        """Take up other expert placements, one a layer, between two steps; a collective of all ranks."""
+        self.model.rebalance(maps)
 
     def take_components(self) -> tuple[tuple[str, float], ...]:
         """Seconds per component since the last call; empty unless ``time_components``."""

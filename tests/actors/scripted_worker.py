@@ -6,6 +6,7 @@ needs is a step number or a request's prompt token.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -16,7 +17,9 @@ import msgspec
 from engine.actors.config import WorkerConfig
 from engine.actors.worker_main import LoadReport, run_worker
 from engine.core.errors import ConfigError
+from engine.core.expert_map import ExpertMap
 from engine.core.plan import ItemResult, RankPlan, RankResult, RequestId, StepPeers, TokenLogprobs
+from engine.core.rank_counters import RankCounters
 from engine.core.sampling import SamplingParams
 
 
@@ -34,6 +37,8 @@ class Script(msgspec.Struct, frozen=True):
     fault_rank: int = 0  # the data rank that the faults happen on
     once_file: str = ""  # a fault happens only while this file does not exist, and creates it
     hang_at_close: bool = False
+    expert_choices: tuple[tuple[int, ...], ...] = ()  # reported each time
+    rebalanced_file: str = ""  # one line for each command to move experts
     error_token: int | None = None  # requests with this prompt token fail at their first token
     prepared_file: str = ""  # grammars announced, one a line
 
@@ -91,6 +96,13 @@ class ScriptedRunner:
                 logprobs = () if params.logprobs is None else (TokenLogprobs(-0.5, (token,), (-0.5,)),)
                 items.append(ItemResult(item.request, (token,), logprobs))
         return RankResult(tuple(items))
+
+    def take_counters(self) -> RankCounters:
+        return RankCounters(expert_choices=self.script.expert_choices, traffic=(("dispatch", 10, 1),), engram_hits=1)
+
+    def rebalance(self, maps: Sequence[ExpertMap]) -> None:
+        with open(self.script.rebalanced_file, "a") as file:
+            file.write(json.dumps([placement.logical for placement in maps]) + "\n")
 
     def take_components(self) -> tuple[tuple[str, float], ...]:
         return (("other", 0.25),)
