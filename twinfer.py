@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import calibration.cli
+import calibration.commands
 import engine.cli
 from engine.cli import logs
 from engine.core.errors import ConfigError, RequestError, StoppedError, TwinferError
+from engine.core.specs import ModelSpec
 from engine.version import VERSION
 
 EXIT_FAULT = 1
@@ -33,6 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     engine.cli.register(commands, write_report=_write_serve_report)
     calibration.cli.register(commands)
+    calibration.commands.register(commands, read_spec=_read_spec, run_steps=_run_steps, draw_report=_draw_calibration_report)
     parser.set_defaults(default_log_level="warning")
     return parser
 
@@ -42,6 +45,27 @@ def _write_serve_report(path: Path, summary: Mapping[str, Any], requests: Sequen
     from dashboards.report import write_serve_report
 
     write_serve_report(path, summary, requests)
+
+
+def _draw_calibration_report(path: Path, summary: Mapping[str, Any], held_out: Sequence[Mapping[str, Any]]) -> None:
+    """Calibration and dashboards meet here. Raises ImportError without plotly."""
+    from dashboards.calibration_report import write_calibration_report
+
+    write_calibration_report(path, summary, held_out)
+
+
+def _read_spec(model: str) -> ModelSpec:
+    """A model's numbers, without its weights. Raises ConfigError naming the file at fault."""
+    from engine.model.files import read_model_files
+
+    return read_model_files(model).spec
+
+
+def _run_steps(model: str, layout: str, loads: Sequence[tuple[int, int, int]], **options: Any) -> Sequence[Any]:
+    """Calibration and engine meet here: whole steps of ``loads`` (batch, context, new tokens)."""
+    from engine.cli.step_runs import StepLoad, run_steps
+
+    return run_steps(model, layout, [StepLoad(*load) for load in loads], **options)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

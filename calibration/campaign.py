@@ -210,9 +210,7 @@ def measure_ranks(
     probes.append(run_probe())
 
 
-def _measure(
-    processes: Measurers, model: str, job: Job, neighbours: int, shape: Shape, num_ranks: int, left_s: float
-) -> Point:
+def _measure(processes: Measurers, model: str, job: Job, neighbours: int, shape: Shape, num_ranks: int, left_s: float) -> Point:
     replies = processes.ask(Measure(shape, repeats=1 if shape.num_tokens > 256 else 3, warm_ups=1, num_ranks=num_ranks))
     plain = np.mean([reply.forward_s for reply in replies], axis=0)
     if plain[0] < min(0.05, left_s / 50):  # short steps are cheap to repeat, and noisy
@@ -244,7 +242,8 @@ def _is_steady(point: Point) -> bool:
     if count < 4:
         return False
     spread = 1.4826 * float(np.median(np.abs(np.array(point.forward_s) - point.median_s)))
-    return count >= _MAX_SAMPLES or 1.2533 * spread / point.median_s / np.sqrt(count) < STEADY and count >= 16
+    error = 1.2533 * spread / point.median_s / float(np.sqrt(count))  # of a median
+    return count >= _MAX_SAMPLES or (count >= 16 and error < STEADY)
 
 
 def measure_collectives(model: str, num_ranks: int, sizes: Sequence[int], repeats: int) -> list[CollectivePoint]:
@@ -272,4 +271,3 @@ def measure_collectives(model: str, num_ranks: int, sizes: Sequence[int], repeat
         CollectivePoint(num_ranks, size * (num_ranks - 1), max(reply.forward_s[index] for reply in replies))
         for index, size in enumerate(sizes)
     ]
-

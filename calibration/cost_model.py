@@ -56,7 +56,8 @@ class RankFit(msgspec.Struct, frozen=True):
 
 
 class CollectiveFit(msgspec.Struct, frozen=True):
-    """Seconds of one collective among ``num_ranks``, at sizes a rank sends; between them straight in log-log, beyond them at the last rate."""
+    """Seconds of one collective among ``num_ranks``, by the bytes a rank sends; between sizes straight in log-log, beyond them at the last
+    rate."""
 
     num_ranks: int
     bytes_sent: tuple[float, ...]
@@ -252,7 +253,7 @@ class CalibratedCost:
         return np.asarray(np.sum(inside, axis=0) * (first / self.spec.num_layers))
 
     def _outside(self, table: FeatureTable) -> Array:
-        """[N] how far a step lies outside the measured hull, in factors of e (0: inside; a little beyond its edge still counts as inside)."""
+        """[N] how far a step lies outside the measured hull, in factors of e (0: inside, or a little beyond its edge)."""
         far = np.zeros(table.num_steps)
         for name, values in hull_features(table).items():
             low, high = self.rank_fit.low.get(name, 0.0), self.rank_fit.high.get(name, np.inf)
@@ -293,7 +294,7 @@ _EDGE = float(np.log(1.1))
 
 
 def evaluate(work: Sequence[Term], fit: ComponentFit) -> Array:
-    """The sum of coefficient x column, without making the columns that do not count. Raises DomainError for other columns than the fit's."""
+    """The sum of coefficient x column, without making the columns that count for nothing. Raises DomainError for other columns."""
     if column_names(work) != fit.columns:
         raise DomainError("the calibration was fitted by other terms than this release's; calibrate anew")
     coefficients = iter(fit.coefficients)

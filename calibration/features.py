@@ -52,14 +52,12 @@ class FeatureTable:
         """Some of the steps, by index or mask."""
         return self._each(lambda array: array[index])
 
-    def repeat_ranks(self, count: int) -> FeatureTable:
-        """The same work on each of ``count`` ranks; needs a table of one rank."""
-        if self.num_ranks != 1:
-            raise DomainError(f"a table of {self.num_ranks} ranks cannot be repeated over {count}")
-        return self._each(lambda array: np.repeat(array, count, axis=1))
+    def tile_ranks(self, count: int) -> FeatureTable:
+        """``count`` times as many ranks, which have the same work in turn."""
+        return self._each(lambda array: np.tile(array, (1, count)))
 
     def _each(self, change: Any) -> FeatureTable:
-        values = {}
+        values: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
             values[field.name] = {key: change(array) for key, array in value.items()} if isinstance(value, dict) else change(value)
@@ -144,4 +142,4 @@ def _pairs_until(count: Array, ratio: int, cap: float | None) -> Array:
     capped = count if cap is None else np.minimum(count, ratio * cap - 1)
     groups = np.floor((capped + 1) / ratio)
     below = ratio * groups * (groups - 1) / 2 + groups * (capped + 1 - ratio * groups)
-    return below if cap is None else below + cap * np.maximum(0.0, count - capped)
+    return np.asarray(below if cap is None else below + cap * np.maximum(0.0, count - capped))

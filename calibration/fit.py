@@ -78,7 +78,7 @@ def fit_non_negative(columns_NK: Array, seconds_N: Array, scale_N: Array | None 
 
 
 def fit_held_out(columns_NK: Array, seconds_N: Array, scale_N: Array | None = None, groups_N: Sequence[object] | None = None) -> Fitted:
-    """The fit of everything, with every point's error under a fit without its fold. Points of one group (a repeated shape) stay together."""
+    """The fit of everything, with every point's error under a fit without its fold. Points of a group stay together."""
     folds = _folds(groups_N or list(range(len(seconds_N))))
     held_out = np.zeros(len(seconds_N))
     for fold in range(FOLDS):

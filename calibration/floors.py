@@ -167,7 +167,7 @@ class _V41:
     def _experts(self) -> Terms:
         """Routed experts: every one a rank holds and its tokens touch is read once; few tokens may be given to all of them instead."""
         spec, layout, layers = self.spec, self.place.layout, self.spec.num_layers
-        rows = expert_rows(self.place, self.rows, spec.num_experts, spec.experts_per_token)
+        rows = expert_rows(self.place, self.rows, spec.experts_per_token)
         held, width = spec.num_experts / layout.ep, spec.moe_intermediate_size / layout.expert_tp
         per_expert = 3 * spec.hidden_size * width
         touched = held / spec.num_experts * touched_experts_of(spec.num_experts, spec.experts_per_token, rows)
@@ -206,7 +206,7 @@ class _V41:
         ]
 
 
-def expert_rows(place: RankPlace, rows: Array, num_experts: int, top_k: int) -> Array:
+def expert_rows(place: RankPlace, rows: Array, top_k: int) -> Array:
     """Rows [N, R] that reach a rank's experts: its own under one data rank, else those of all ranks that choose an expert here."""
     layout = place.layout
     if layout.dp == 1:
@@ -285,15 +285,15 @@ def messages(spec: ModelSpec, place: RankPlace, table: FeatureTable, element_byt
     return found
 
 
-def _expert_shape(spec: ModelSpec) -> tuple[int, int, int] | None:
-    """(experts, of a token, layers that have them)."""
+def _expert_shape(spec: ModelSpec) -> tuple[int, int] | None:
+    """(experts of a token, layers that have them)."""
     if isinstance(spec, V41Spec):
-        return spec.num_experts, spec.experts_per_token, spec.num_layers
-    return None if spec.moe is None else (spec.moe.num_experts, spec.moe.experts_per_token, spec.num_moe_layers)
+        return spec.experts_per_token, spec.num_layers
+    return None if spec.moe is None else (spec.moe.experts_per_token, spec.num_moe_layers)
 
 
 def _expert_messages(
-    spec: ModelSpec, place: RankPlace, table: FeatureTable, element_bytes: int, num_experts: int, top_k: int, layers: int
+    spec: ModelSpec, place: RankPlace, table: FeatureTable, element_bytes: int, top_k: int, layers: int
 ) -> list[Messages]:
     others = place.num_ranks - 1
     mine = _effective_rows(table, layers) / place.layout.tp

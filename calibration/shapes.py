@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from typing import Literal
@@ -126,7 +127,7 @@ def _halton(index: int, base: int) -> float:
 
 
 def _log_between(low: float, high: float, share: float) -> int:
-    return round(low * (high / low) ** share)
+    return round(math.exp(math.log(low) + share * math.log(high / low)))
 
 
 def _decodes(count: int, max_batch: int, context: int, drafts: int, draw: random.Random) -> list[Shape]:

@@ -37,7 +37,7 @@ def outcome(row: Row) -> str:
 def cdf(requests: Sequence[Row], key: str, label: str, limit_s: float | None) -> go.Figure:
     """The share of values at or below each value, with the limit where there is one."""
     ordered = values_ms(requests, key)
-    figure = _figure(f"{label} (ms)", "share at or below")
+    figure = new_figure(f"{label} (ms)", "share at or below")
     if ordered:
         places = sorted({round(place * (len(ordered) - 1) / (MAX_CURVE_POINTS - 1)) for place in range(MAX_CURVE_POINTS)})
         figure.add_scatter(
@@ -54,7 +54,7 @@ def cdf(requests: Sequence[Row], key: str, label: str, limit_s: float | None) ->
 
 
 def throughput(windows: Sequence[Row], mean_tokens_per_s: float | None) -> go.Figure:
-    figure = _figure("time (s)", "output tokens/s")
+    figure = new_figure("time (s)", "output tokens/s")
     shown = thinned(windows, MAX_CURVE_POINTS)
     figure.add_scatter(
         x=[window["time_s"] for window in shown],
@@ -71,7 +71,7 @@ def throughput(windows: Sequence[Row], mean_tokens_per_s: float | None) -> go.Fi
 
 
 def concurrency(windows: Sequence[Row], limit: int | None) -> go.Figure:
-    figure = _figure("time (s)", "requests running")
+    figure = new_figure("time (s)", "requests running")
     shown = thinned(windows, MAX_CURVE_POINTS)
     figure.add_scatter(
         x=[window["time_s"] for window in shown],
@@ -88,7 +88,7 @@ def concurrency(windows: Sequence[Row], limit: int | None) -> go.Figure:
 
 def timeline(requests: Sequence[Row]) -> go.Figure:
     """A line per request: waiting for the first token dashed, then solid; its end marked by how it ended."""
-    figure = _figure("time (s)", "request, in the order sent")
+    figure = new_figure("time (s)", "request, in the order sent")
     shown = list(enumerate(thinned(requests, MAX_TIMELINE_REQUESTS)))
     waiting_x: list[float | None] = []
     waiting_y: list[int | None] = []
@@ -123,7 +123,8 @@ def thinned(rows: Sequence[Row], limit: int) -> list[Row]:
     return [rows[round(place * (len(rows) - 1) / (limit - 1))] for place in range(limit)]
 
 
-def _figure(x_title: str, y_title: str) -> go.Figure:
+def new_figure(x_title: str, y_title: str) -> go.Figure:
+    """An empty one in the house style."""
     figure = go.Figure()
     grid = "rgba(128,128,128,0.25)"
     axis = {"gridcolor": grid, "zerolinecolor": grid, "linecolor": grid}

@@ -68,10 +68,15 @@ def serve_report(summary: Mapping[str, Any], requests: Sequence[Row]) -> str:
         [
             _header(summary),
             _latency_table(summary),
-            *(_chart(f"chart-{number}", *chart) for number, chart in enumerate(_charts(summary, requests))),
+            *(chart(f"chart-{number}", *entry) for number, entry in enumerate(_charts(summary, requests))),
             _settings(summary),
         ]
     )
+    return page(_title(summary), body)
+
+
+def page(title: str, body: str) -> str:
+    """A whole file around ``body``, which is HTML already; ``title`` is text."""
     scripts = [_script_text(get_plotlyjs()), _DRAW_SCRIPT]
     allowed = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" for script in scripts)
     policy = (
@@ -83,7 +88,7 @@ def serve_report(summary: Mapping[str, Any], requests: Sequence[Row]) -> str:
             '<html lang="en"><head><meta charset="utf-8">',
             f'<meta http-equiv="Content-Security-Policy" content="{escape(policy)}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{escape(_title(summary))}</title>",
+            f"<title>{escape(title)}</title>",
             f"<style>{_STYLE}</style></head>",
             f"<body><main>{body}</main>",
             *(f"<script>{script}</script>" for script in scripts),
@@ -138,7 +143,7 @@ def _latency_table(summary: Mapping[str, Any]) -> str:
         if values["count"]:
             cells = [_number(values[column] * scale) for column in ("mean", "p50", "p90", "p99", "max")]
             rows.append([name, *cells, f"{values['count']:,}"])
-    return "<h2>Latencies</h2>\n" + _table(["", "mean", "p50", "p90", "p99", "max", "count"], rows)
+    return "<h2>Latencies</h2>\n" + table(["", "mean", "p50", "p90", "p99", "max", "count"], rows)
 
 
 Chart = tuple[str, go.Figure, Sequence[str], Sequence[Sequence[object]]]
@@ -212,7 +217,7 @@ def _request_table(requests: Sequence[Row]) -> tuple[list[str], list[list[object
     return columns, rows
 
 
-def _chart(name: str, caption: str, figure: go.Figure, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+def chart(name: str, caption: str, figure: go.Figure, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     # In a data block nothing is executed; "<" is written as an escape so that no text can end it.
     data = figure.to_json().replace("<", "\\u003c")
     return "\n".join(
@@ -220,12 +225,12 @@ def _chart(name: str, caption: str, figure: go.Figure, columns: Sequence[str], r
             f'<figure aria-labelledby="{name}-caption"><figcaption id="{name}-caption">{escape(caption)}</figcaption>',
             f'<div class="chart" id="{name}" role="img" aria-label="{escape(caption)}"></div>',
             f'<script type="application/json" id="{name}-data">{data}</script>',
-            f"<details><summary>The numbers as a table</summary>{_table(columns, rows)}</details></figure>",
+            f"<details><summary>The numbers as a table</summary>{table(columns, rows)}</details></figure>",
         ]
     )
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
     body = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows[:MAX_TABLE_ROWS])
     more = f"<p>{len(rows) - MAX_TABLE_ROWS:,} more rows are in the JSON files.</p>" if len(rows) > MAX_TABLE_ROWS else ""

@@ -1,0 +1,221 @@
+"""A whole calibration of some models on this machine: what is measured, for how long, and the fit of it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import msgspec
+
+from calibration.assemble import EngineRun, HeldOut, Identity, assemble
+from calibration.campaign import (
+    COLLECTIVE_SIZES,
+    CollectivePoint,
+    Point,
+    PointFile,
+    Progress,
+    measure_collectives,
+    measure_ranks,
+    rank_cores,
+)
+from calibration.cost_model import ModelFit
+from calibration.probe import Probe, run_probe
+from calibration.shapes import Job, cache_for, shapes
+from engine.core.errors import ConfigError
+from engine.core.features import features
+from engine.core.layout import Layout
+from engine.core.memory import DTYPE_BYTES
+from engine.core.plan import StepPlan
+from engine.core.sharding import RankPlace
+from engine.core.specs import ModelSpec, V41Spec
+
+# Shares of the time: ranks, then whole steps; what is left is for starting processes and the fit.
+_RANK_SHARE, _STEP_SHARE = 0.5, 0.35
+QUICK_S, FULL_S = 80.0, 540.0
+
+
+class StepLoadLike(Protocol):
+    """One load of whole steps, as the engine measured it."""
+
+    @property
+    def batch(self) -> int: ...
+    @property
+    def context(self) -> int: ...
+    @property
+    def new_tokens(self) -> int: ...
+    @property
+    def method(self) -> str: ...
+
+
+class StepRunLike(Protocol):
+    @property
+    def load(self) -> StepLoadLike: ...
+    @property
+    def plans(self) -> list[StepPlan]: ...
+    @property
+    def step_s(self) -> list[float]: ...
+    @property
+    def forward_s(self) -> list[float]: ...
+
+
+class RunSteps(Protocol):
+    """The engine's whole steps, injected by the composition root: calibration drives no actors."""
+
+    def __call__(
+        self,
+        model: str,
+        layout: str,
+        loads: Sequence[tuple[int, int, int]],
+        *,
+        budget_s: float,
+        draft_tokens: int,
+        load_format: str,
+        dtype: str,
+    ) -> Sequence[StepRunLike]: ...
+
+
+class OpenedModel(Protocol):
+    @property
+    def spec(self) -> ModelSpec: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A model to calibrate."""
+
+    name: str
+    spec: ModelSpec
+    model_hash: str
+    dtype: str
+    load_format: Literal["auto", "random"]
+    draft_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Measurements:
+    """Everything a calibration was fitted on."""
+
+    points: list[Point]
+    collectives: list[CollectivePoint]
+    runs: list[EngineRun]
+    probes: list[Probe]
+
+
+def spec_hash(spec: ModelSpec) -> str:
+    """Of everything that shapes and costs follow from."""
+    return hashlib.sha256(msgspec.json.encode(spec, order="sorted")).hexdigest()
+
+
+def auto_dtype(spec: ModelSpec) -> str:
+    """The engine's own choice on a CPU."""
+    return "float32" if isinstance(spec, V41Spec) else "bfloat16"
+
+
+def candidate_layouts(spec: ModelSpec, num_cores: int) -> tuple[list[Layout], list[Layout]]:
+    """(ranks to measure, layouts whose whole steps to measure) on so many cores. Data-parallel layouts are never run: one rank of them is,
+    beside busy neighbours."""
+    ranks = [Layout()]
+    if num_cores >= 2:
+        count = 2
+        ranks += [Layout(tp=count), Layout(dp=count, ep=count), Layout(dp=count)]
+    possible = [layout for layout in ranks if _fits(spec, layout)]
+    if len([layout for layout in possible if layout.dp > 1]) > 1:  # experts spread is how such a layout is run
+        possible = [layout for layout in possible if layout.dp == 1 or layout.ep > 1]
+    return possible, [layout for layout in possible if layout.dp == 1]
+
+
+def _fits(spec: ModelSpec, layout: Layout) -> bool:
+    try:
+        RankPlace(layout=layout).validate_for(spec)
+    except ConfigError:
+        return False
+    return True
+
+
+def whole_loads(max_batch: int, max_context: int) -> list[tuple[int, int, int]]:
+    """(batch, context, new tokens) of the whole steps: corners first, prompts among them."""
+    long = max(8, max_context // 2)
+    loads = [
+        (1, 64, 24), (max_batch, 48, 16), (4, 128, 1), (max(1, max_batch // 4), long // 2, 16), (2, long, 1), (3, 32, 32),
+        (max(1, max_batch // 2), 96, 24), (max_batch, 32, 1), (1, long, 16), (6, 200, 12), (1, 24, 1), (12, 64, 48),
+    ]  # fmt: skip
+    return [(batch, min(context, max_context), new) for batch, context, new in loads]
+
+
+def measure(
+    target: Target,
+    *,
+    budget_s: float,
+    max_batch: int,
+    max_context: int,
+    run_steps: RunSteps | None,
+    partial: Path | None,
+    progress: Progress,
+) -> Measurements:
+    """Measure one model for about ``budget_s``. Points already in ``partial`` are kept and added to."""
+    num_cores = len(os.sched_getaffinity(0))
+    ranks, whole = candidate_layouts(target.spec, num_cores)
+    kept, probes = PointFile(partial), list[Probe]()
+    count = max(24, min(96, int(budget_s / 2)))
+    wanted = shapes(target.spec, count, max_batch=max_batch, max_context=max_context, max_tokens=2048, draft_tokens=target.draft_tokens)
+    cache = cache_for(target.spec, wanted, target.draft_tokens)
+    probes.append(run_probe())
+    for layout in ranks:
+        cores = rank_cores(layout.num_gpus)
+        jobs = [
+            Job(target.name, target.dtype, str(layout), rank, cores[rank], len(cores[rank]), cache, target.load_format, stand_in=True)
+            for rank in range(layout.num_gpus)
+        ]
+        measure_ranks(jobs, target.name, wanted, budget_s * _RANK_SHARE / len(ranks), kept, probes, progress)
+    collectives = []
+    if num_cores >= 2:
+        collectives = measure_collectives(target.name, 2, COLLECTIVE_SIZES, max(15, min(100, int(budget_s / 3))))
+    runs: list[EngineRun] = []
+    if run_steps is not None:
+        loads = whole_loads(max_batch, max_context)
+        for layout in whole:
+            begin_s = time.monotonic()
+            share_s = budget_s * _STEP_SHARE / len(whole)
+            found = run_steps(
+                target.name, str(layout), loads, budget_s=share_s, draft_tokens=target.draft_tokens,
+                load_format=target.load_format, dtype=target.dtype,
+            )  # fmt: skip
+            runs += [_engine_run(target, layout, num_cores, run) for run in found]
+            progress(f"{target.name} {layout} whole steps", int(time.monotonic() - begin_s), int(share_s))
+            probes.append(run_probe())
+    return Measurements(list(kept.points.values()), collectives, runs, probes)
+
+
+def _engine_run(target: Target, layout: Layout, num_cores: int, run: StepRunLike) -> EngineRun:
+    return EngineRun(
+        model=target.name,
+        layout=str(layout),
+        cores=max(1, num_cores // layout.num_gpus),
+        busy_neighbours=min(layout.num_gpus, num_cores) - 1,
+        batch=run.load.batch,
+        context=run.load.context,
+        new_tokens=run.load.new_tokens,
+        method=run.load.method,
+        features=tuple(features(plan, target.spec) for plan in run.plans),
+        step_s=tuple(run.step_s),
+        forward_s=tuple(run.forward_s),
+    )
+
+
+def fit(target: Target, measured: Measurements) -> tuple[ModelFit, list[HeldOut]]:
+    """Raises DomainError where too little was measured."""
+    identity = Identity(
+        target.name, target.model_hash, target.dtype, DTYPE_BYTES[target.dtype], target.draft_tokens, len(os.sched_getaffinity(0))
+    )
+    mine = [point for point in measured.points if point.model == target.name]
+    runs = [run for run in measured.runs if run.model == target.name]
+    return assemble(identity, target.spec, mine, measured.collectives, runs)
+
+
+def silent(_phase: str, _done: int, _total: int) -> None:
+    """No progress shown."""
