@@ -23,7 +23,9 @@ from engine.api.metrics_compat import COMPAT_FAMILIES
 from engine.api.metrics_families import FAMILIES, FamilyCollector
 from engine.core.errors import InvariantError
 from engine.core.events import Admitted, Arrived, Event, Finished, Preempted, Rejected, Resumed, StepCommitted, TokensEmitted
+from engine.core.metrics import DraftCounts
 from engine.core.plan import RequestId, StepPlan, StepResult
+from engine.core.rank_counters import RankCounters, added
 
 Compat = Literal["none", "vllm", "sglang"]
 
@@ -49,9 +51,6 @@ class Counters(msgspec.Struct):
     recomputed_tokens: int = 0
     generation_tokens: int = 0
     steps: int = 0
-    verified_items: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
     invariant_violations: int = 0
 
 
@@ -84,6 +83,7 @@ class Reading(NamedTuple):
     heartbeat_ages_s: dict[str, float]
     mailbox_depths: dict[str, int]
     grammars: GrammarCheck | None
+    num_rebalances: int = 0
 
 
 class _Running:
@@ -108,9 +108,9 @@ class ServerMetrics:
         self.finished: dict[str, int] = dict.fromkeys(("stop", "length", "abort", "error", "rejected"), 0)
         self.preempted: set[RequestId] = set()  # now
         self.preemptions: dict[str, int] = dict.fromkeys(("recompute", "swap"), 0)
-        self.draft_positions: list[int] = []  # drafts proposed at each position after the last token
-        self.accepted_positions: list[int] = []
+        self.drafts = DraftCounts()
         self.component_s: dict[str, float] = {}
+        self.ranks: RankCounters = RankCounters()  # of all ranks, added up over their reports
         self.http_requests: dict[tuple[str, int], int] = {}
         self.open_streams: int = 0
         self._routes: set[str] = set()
@@ -140,7 +140,7 @@ class ServerMetrics:
             self.counters.invariant_violations += 1
             _log.exception("the engine's books do not add up")
         engine = self._engine
-        return Reading(self, self._info, stats, engine.heartbeat_ages_s(), engine.mailbox_depths(), engine.grammars)
+        return Reading(self, self._info, stats, engine.heartbeat_ages_s(), engine.mailbox_depths(), engine.grammars, engine.num_rebalances)
 
     def exposition(self) -> bytes:
         """Prometheus text; empty before ``start``."""
@@ -177,10 +177,10 @@ class ServerMetrics:
         self.histograms.forward_s.observe(result.forward_s)
         for name, seconds in result.components:
             self.component_s[name] = self.component_s.get(name, 0.0) + seconds
-        for rank_plan, rank_result in zip(plan.ranks, result.ranks, strict=False):
-            outcomes = iter(rank_result.items)
+        if result.counters is not None:
+            self.ranks = added((self.ranks, result.counters))
+        for rank_plan in plan.ranks:
             for item in rank_plan.items:
-                outcome = next(outcomes, None) if item.emits else None
                 sequence = self._running.get(item.request)
                 if sequence is None:
                     continue
@@ -188,8 +188,6 @@ class ServerMetrics:
                     self.counters.prefill_tokens += item.num_new_tokens
                 else:  # a decode step computes the one token that it goes on from, and the drafts; more is a repetition
                     self.counters.recomputed_tokens += item.num_new_tokens - item.num_draft_tokens - item.emits
-                if item.num_draft_tokens and outcome is not None and outcome.error is None:
-                    self._drafts(item.num_draft_tokens, len(outcome.tokens) - 1)
 
     def events(self, events: Sequence[Event]) -> None:
         if self._engine is None:
@@ -214,9 +212,7 @@ class ServerMetrics:
                     self.finished["rejected"] += 1
                 case StepCommitted():
                     self.counters.steps += 1
-                    self.counters.verified_items += event.num_verified_items
-                    self.counters.draft_tokens += event.num_draft_tokens
-                    self.counters.accepted_tokens += event.num_accepted_tokens
+                    self.drafts.add(event)
                     self.histograms.iteration_tokens.observe(event.num_tokens)
                 case _:
                     pass  # a plan tells no more than its commit
@@ -265,12 +261,3 @@ class ServerMetrics:
             histograms.decode_s.observe(decode_s)
             if sequence.num_tokens > 1:
                 histograms.tpot_s.observe(decode_s / (sequence.num_tokens - 1))
-
-    def _drafts(self, num_proposed: int, num_accepted: int) -> None:
-        while len(self.draft_positions) < num_proposed:  # as many as the engine is configured to draft
-            self.draft_positions.append(0)
-            self.accepted_positions.append(0)
-        for position in range(num_proposed):
-            self.draft_positions[position] += 1
-        for position in range(num_accepted):
-            self.accepted_positions[position] += 1

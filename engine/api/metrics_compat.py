@@ -129,10 +129,8 @@ def _sglang_aborted(reading: Reading) -> _Samples:
 
 
 def _sglang_accept_length(reading: Reading) -> _Samples:
-    counters = reading.metrics.counters
-    if not counters.verified_items:
-        return []
-    return [((_model(reading),), 1.0 + counters.accepted_tokens / counters.verified_items)]
+    length = reading.metrics.drafts.acceptance_length
+    return [((_model(reading),), length)] if length is not None else []
 
 
 def _sglang_stages(reading: Reading) -> _Samples:

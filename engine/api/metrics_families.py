@@ -18,6 +18,7 @@ from engine.core.scheduler_state import RankStats
 if TYPE_CHECKING:
     from engine.actors.grammar_check import GrammarCheck
     from engine.api.metrics import Counters, Histograms, Reading
+    from engine.core.metrics import DraftCounts
 
 PREFIX = "twinfer_"
 DEVICE_TIER = "device"  # host blocks hold what running requests were swapped to; a prefix is not looked for there
@@ -167,8 +168,12 @@ def _keyed(values: Callable[[Reading], dict[str, int] | dict[str, float]]) -> Ca
     return lambda reading: [((key,), value) for key, value in values(reading).items()]
 
 
-def _positions(read: Callable[[Reading], list[int]]) -> Callable[[Reading], Iterable[Sample]]:
-    return lambda reading: [((str(position),), value) for position, value in enumerate(read(reading))]
+def _drafts(read: Callable[[DraftCounts], int]) -> Callable[[Reading], Iterable[Sample]]:
+    return lambda reading: [((), read(reading.metrics.drafts))]
+
+
+def _positions(read: Callable[[DraftCounts], list[int]]) -> Callable[[Reading], Iterable[Sample]]:
+    return lambda reading: [((str(position),), value) for position, value in enumerate(read(reading.metrics.drafts))]
 
 
 def _grammar_times(reading: Reading) -> Iterable[tuple[Labels, Total]]:
@@ -182,6 +187,24 @@ def _grammar_counter(read: Callable[[GrammarCheck], int]) -> Callable[[Reading],
 
 def _http_requests(reading: Reading) -> Iterable[Sample]:
     return [((route, str(status)), count) for (route, status), count in sorted(reading.metrics.http_requests.items())]
+
+
+def _expert_tokens(reading: Reading) -> Iterable[Sample]:
+    layers = enumerate(reading.metrics.ranks.expert_choices)
+    return [((str(layer), str(expert)), count) for layer, counts in layers for expert, count in enumerate(counts)]
+
+
+def _sent_bytes(reading: Reading) -> Iterable[Sample]:
+    return [((kind,), num_bytes) for kind, num_bytes, _ in reading.metrics.ranks.traffic]
+
+
+def _collectives(reading: Reading) -> Iterable[Sample]:
+    return [((kind,), calls) for kind, _, calls in reading.metrics.ranks.traffic]
+
+
+def _engram_fetches(reading: Reading) -> Iterable[Sample]:
+    ranks = reading.metrics.ranks
+    return [(("ready",), ranks.engram_hits), (("waited",), ranks.engram_misses)]
 
 
 # -- the table ----------------------------------------------------------------------------------------------------------------
@@ -239,20 +262,30 @@ _TABLE: tuple[Family, ...] = (
            _keyed(lambda reading: reading.metrics.finished)),
     Family("counter", "num_preemptions", "Samples that lost their slot for another's sake", ("kind",),
            _keyed(lambda reading: reading.metrics.preemptions)),
-    Family("counter", "spec_decode_num_draft_tokens", "Drafts verified", (), _counter(lambda counters: counters.draft_tokens)),
-    Family("counter", "spec_decode_num_accepted_tokens", "Drafts accepted", (), _counter(lambda counters: counters.accepted_tokens)),
+    Family("counter", "spec_decode_num_draft_tokens", "Drafts verified", (), _drafts(lambda drafts: drafts.num_draft_tokens)),
+    Family("counter", "spec_decode_num_accepted_tokens", "Drafts accepted", (), _drafts(lambda drafts: drafts.num_accepted_tokens)),
     Family("counter", "spec_decode_num_verified_items", "Verifications; tokens per verification = 1 + accepted / this", (),
-           _counter(lambda counters: counters.verified_items)),
+           _drafts(lambda drafts: drafts.num_verified_items)),
     Family("counter", "spec_decode_draft_tokens_per_position", "Drafts verified by place after the last token", ("position",),
-           _positions(lambda reading: reading.metrics.draft_positions)),
+           _positions(lambda drafts: drafts.drafts_by_position)),
     Family("counter", "spec_decode_accepted_tokens_per_position", "Drafts accepted by place after the last token", ("position",),
-           _positions(lambda reading: reading.metrics.accepted_positions)),
+           _positions(lambda drafts: drafts.accepted_by_position)),
     Family("counter", "steps", "Steps committed", (), _counter(lambda counters: counters.steps)),
     Family("histogram", "step_seconds", "Commit to commit; from the plan on where the engine was idle", (),
            _histogram(lambda times: times.step_s)),
     Family("histogram", "step_forward_seconds", "The slowest worker's own time of a step", (), _histogram(lambda times: times.forward_s)),
     Family("counter", "step_component_seconds", "Parts of step_forward_seconds, where the workers are asked to time them", ("component",),
            _keyed(lambda reading: reading.metrics.component_s)),
+    Family("counter", "expert_tokens", "How often each expert was chosen; reported every --report-steps, where experts are spread",
+           ("layer", "expert"), _expert_tokens),
+    Family("counter", "expert_rebalances", "Times that experts were moved between ranks", (),
+           lambda reading: [((), reading.num_rebalances)]),
+    Family("counter", "collective_sent_bytes", "Bytes that ranks sent each other; reported as above", ("kind",), _sent_bytes),
+    Family("counter", "collectives", "Collectives that ranks took part in; reported as above", ("kind",), _collectives),
+    Family("counter", "engram_fetches", "Fetches of Engram rows: ready when the layer asked, or waited for; reported as above",
+           ("outcome",), _engram_fetches),
+    Family("counter", "engram_wait_seconds", "Time that layers waited for them, over all ranks", (),
+           lambda reading: [((), reading.metrics.ranks.engram_wait_s)]),
     Family("gauge", "actor_mailbox_depth", "Messages not read yet", ("actor",), _keyed(lambda reading: reading.mailbox_depths)),
     Family("gauge", "actor_heartbeat_age_seconds", "Since the last sign of life", ("actor",),
            _keyed(lambda reading: reading.heartbeat_ages_s)),

@@ -13,6 +13,7 @@ import trio
 
 from engine.api.metrics import Counters, ServerMetrics
 from engine.api.metrics_families import kv_used_share, prefix_query_tokens
+from engine.core.metrics import DraftCounts
 
 DEFAULT_INTERVAL_S = 10.0
 # So many prompt tokens without a single hit are worth a word; fewer are a server that has just started.
@@ -31,8 +32,7 @@ class StatsLine(msgspec.Struct, frozen=True):
     kv_used_share: float
     prefix_hit_share: float | None
     num_preemptions: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
+    drafts: DraftCounts
 
     def __str__(self) -> str:
         hits = "-" if self.prefix_hit_share is None else f"{self.prefix_hit_share:.0%}"
@@ -45,8 +45,9 @@ class StatsLine(msgspec.Struct, frozen=True):
             f"prefix hits {hits}",
             f"preemptions {self.num_preemptions}",
         ]
-        if self.num_draft_tokens:
-            parts.append(f"drafts accepted {self.num_accepted_tokens} of {self.num_draft_tokens}")
+        if length := self.drafts.acceptance_length:
+            rates = "/".join(f"{rate:.0%}" for rate in self.drafts.acceptance_by_position)
+            parts.append(f"{length:.2f} tokens a verification, drafts accepted {rates} by position")
         return ", ".join(parts)
 
 
@@ -57,6 +58,7 @@ class StatsLog:
         self._metrics = metrics
         self._last = Counters()
         self._last_preemptions = 0
+        self._last_drafts = DraftCounts()
         self._hinted = False
 
     def take(self, interval_s: float) -> StatsLine | None:
@@ -75,11 +77,10 @@ class StatsLog:
             kv_used_share=kv_used_share(reading),
             prefix_hit_share=(now.prefix_hit_tokens - last.prefix_hit_tokens) / queries if queries else None,
             num_preemptions=preemptions - self._last_preemptions,
-            num_draft_tokens=now.draft_tokens - last.draft_tokens,
-            num_accepted_tokens=now.accepted_tokens - last.accepted_tokens,
+            drafts=reading.metrics.drafts.since(self._last_drafts),
         )
         idle = now == last and not (line.num_running or line.num_waiting)
-        self._last, self._last_preemptions = now, preemptions
+        self._last, self._last_preemptions, self._last_drafts = now, preemptions, reading.metrics.drafts.copy()
         return None if idle else line
 
     def hint(self) -> str | None:
@@ -105,6 +106,6 @@ async def log_stats(metrics: ServerMetrics, interval_s: float = DEFAULT_INTERVAL
         line = stats.take(now_s - last_s)
         last_s = now_s
         if line is not None:
-            _log.info("%s", line, extra={"fields": msgspec.structs.asdict(line)})
+            _log.info("%s", line, extra={"fields": msgspec.to_builtins(line)})
             if (hint := stats.hint()) is not None:
                 _log.info("%s", hint)

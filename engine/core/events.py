@@ -95,7 +95,9 @@ class StepPlanned(msgspec.Struct, frozen=True, tag="planned"):
 
 
 class StepCommitted(msgspec.Struct, frozen=True, tag="committed"):
-    """``num_verified_items`` emitted with drafts in them; ``num_accepted_tokens`` of their ``num_draft_tokens`` were accepted."""
+    """``num_verified_items`` emitted with drafts in them. ``drafts_by_position`` counts these drafts by their place after the last token,
+    ``accepted_by_position`` the accepted ones; both are as long as the longest draft.
+    """
 
     now_s: float
     step: int
@@ -103,8 +105,16 @@ class StepCommitted(msgspec.Struct, frozen=True, tag="committed"):
     num_tokens: int
     num_emitted_tokens: int
     num_verified_items: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
+    drafts_by_position: tuple[int, ...] = ()
+    accepted_by_position: tuple[int, ...] = ()
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return sum(self.drafts_by_position)
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        return sum(self.accepted_by_position)
 
 
 Event = Union[Arrived, Rejected, Admitted, TokensEmitted, Preempted, Resumed, Finished, StepPlanned, StepCommitted]

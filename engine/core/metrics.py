@@ -13,6 +13,7 @@ Over a log (distributions of ttft and itl over every request that has one, of tp
 goodput_per_s      requests finished with "stop" or "length" that meet every given limit, / duration_s
 duration_s         last Finished - first Arrived
 acceptance_length  tokens per verified item, the target's own token included = 1 + accepted drafts / verified items
+acceptance_by_position  accepted drafts / proposed drafts at each place after the last token
 prefix_hit_rate    cached prompt tokens / prompt tokens over first admissions (forks left out: they share, they do not hit)
 """
 
@@ -123,8 +124,69 @@ class Summary(msgspec.Struct, frozen=True):
     prefix_hit_tokens: int
     prefix_hit_rate: float | None
     acceptance_length: float | None
+    acceptance_by_position: list[float]
     num_steps: int
     forward_s: float
+
+
+class DraftCounts(msgspec.Struct):
+    """Verifications of drafts, added up over steps. Position 0 is the draft right after the last token."""
+
+    num_verified_items: int = 0
+    drafts_by_position: list[int] = []
+    accepted_by_position: list[int] = []
+
+    def add(self, event: StepCommitted) -> None:
+        self.num_verified_items += event.num_verified_items
+        for total, part in (
+            (self.drafts_by_position, event.drafts_by_position),
+            (self.accepted_by_position, event.accepted_by_position),
+        ):
+            total.extend([0] * (len(part) - len(total)))  # as long as the longest draft that is configured
+            for position, count in enumerate(part):
+                total[position] += count
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return sum(self.drafts_by_position)
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        return sum(self.accepted_by_position)
+
+    @property
+    def acceptance_length(self) -> float | None:
+        return 1.0 + self.num_accepted_tokens / self.num_verified_items if self.num_verified_items else None
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """Accepted / proposed, 0 where nothing was. A draft behind a rejected one counts as not accepted."""
+        pairs = zip(self.accepted_by_position, self.drafts_by_position, strict=True)
+        return [accepted / drafts if drafts else 0.0 for accepted, drafts in pairs]
+
+    def since(self, earlier: DraftCounts) -> DraftCounts:
+        """What was added after ``earlier``, a copy of this one."""
+        lists = []
+        for now, before in (
+            (self.drafts_by_position, earlier.drafts_by_position),
+            (self.accepted_by_position, earlier.accepted_by_position),
+        ):
+            lists.append([count - (before[position] if position < len(before) else 0) for position, count in enumerate(now)])
+        return DraftCounts(self.num_verified_items - earlier.num_verified_items, *lists)
+
+    def copy(self) -> DraftCounts:
+        return self.since(DraftCounts())
+
+    def summary(self) -> dict[str, object]:
+        """Everything of it, for JSON."""
+        return {
+            "verified_items": self.num_verified_items,
+            "draft_tokens": self.num_draft_tokens,
+            "accepted_tokens": self.num_accepted_tokens,
+            "acceptance_length": self.acceptance_length,
+            "draft_tokens_by_position": self.drafts_by_position,
+            "accepted_tokens_by_position": self.accepted_by_position,
+        }
 
 
 class MetricsLog:
@@ -138,9 +200,7 @@ class MetricsLog:
         self.forward_s = 0.0
         self.prefix_query_tokens = 0
         self.prefix_hit_tokens = 0
-        self.num_verified_items = 0
-        self.num_draft_tokens = 0
-        self.num_accepted_tokens = 0
+        self.drafts = DraftCounts()
 
     def extend(self, events: Iterable[Event]) -> None:
         for event in events:
@@ -168,17 +228,11 @@ class MetricsLog:
             case StepCommitted():
                 self.num_steps += 1
                 self.forward_s += event.forward_s
-                self.num_verified_items += event.num_verified_items
-                self.num_draft_tokens += event.num_draft_tokens
-                self.num_accepted_tokens += event.num_accepted_tokens
+                self.drafts.add(event)
             case Resumed() | StepPlanned():
                 pass
             case _:
                 assert_never(event)
-
-    @property
-    def acceptance_length(self) -> float | None:
-        return 1.0 + self.num_accepted_tokens / self.num_verified_items if self.num_verified_items else None
 
     @property
     def prefix_hit_rate(self) -> float | None:
@@ -214,7 +268,8 @@ class MetricsLog:
             prefix_query_tokens=self.prefix_query_tokens,
             prefix_hit_tokens=self.prefix_hit_tokens,
             prefix_hit_rate=self.prefix_hit_rate,
-            acceptance_length=self.acceptance_length,
+            acceptance_length=self.drafts.acceptance_length,
+            acceptance_by_position=self.drafts.acceptance_by_position,
             num_steps=self.num_steps,
             forward_s=self.forward_s,
         )

@@ -242,21 +242,36 @@ class Scheduler:
             raise InvariantError(f"the result of step {result.step} ({len(result.ranks)} ranks) is not of step {plan.step}")
         record = self._uncommitted.popleft()
         before = self.num_output_tokens
-        verified = drafted = accepted = 0
         for rank_plan, rank_result, sequences in zip(plan.ranks, result.ranks, record.sequences, strict=True):
             self._commit_rank(rank_plan, rank_result, sequences, now_s)
-            if self.config.draft_tokens:
-                outcomes = zip((item for item in rank_plan.items if item.emits), rank_result.items, strict=True)
-                for item, outcome in outcomes:
-                    if not item.num_draft_tokens or outcome.error is not None:
-                        continue
-                    verified += 1
-                    drafted += item.num_draft_tokens
-                    accepted += len(outcome.tokens) - 1
         self._settle_tails(record, attach=True)
-        emitted = self.num_output_tokens - before
-        self.events.append(StepCommitted(now_s, plan.step, result.forward_s, record.num_tokens, emitted, verified, drafted, accepted))
+        verified, drafts, accepted = self._verifications(plan, result) if self.config.draft_tokens else (0, (), ())
+        self.events.append(
+            StepCommitted(
+                now_s,
+                plan.step,
+                result.forward_s,
+                record.num_tokens,
+                num_emitted_tokens=self.num_output_tokens - before,
+                num_verified_items=verified,
+                drafts_by_position=drafts,
+                accepted_by_position=accepted,
+            )
+        )
         return self.take_events()
+
+    @staticmethod
+    def _verifications(plan: StepPlan, result: StepResult) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+        """Items that verified drafts, and of these the drafts proposed and accepted at each position."""
+        pairs = [
+            (item.num_draft_tokens, len(outcome.tokens) - 1)
+            for rank_plan, rank_result in zip(plan.ranks, result.ranks, strict=True)
+            for item, outcome in zip((item for item in rank_plan.items if item.emits), rank_result.items, strict=True)
+            if item.num_draft_tokens and outcome.error is None
+        ]
+        positions = range(max((proposed for proposed, _ in pairs), default=0))
+        drafts = tuple(sum(proposed > position for proposed, _ in pairs) for position in positions)
+        return len(pairs), drafts, tuple(sum(accepted > position for _, accepted in pairs) for position in positions)
 
     def _commit_rank(self, plan: RankPlan, result: RankResult, sequences: list[Sequence], now_s: float) -> None:
         items, results = plan.items, result.items

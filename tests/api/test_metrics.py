@@ -35,6 +35,7 @@ from engine.core.events import (
 )
 from engine.core.metrics import MetricsLog
 from engine.core.plan import ItemResult, PlanItem, RankPlan, RankResult, StepPlan, StepResult
+from engine.core.rank_counters import RankCounters
 from engine.core.sampling import SamplingParams
 from engine.core.scheduler_state import RankStats, Stats
 from tests.actors.harness import CACHE, MODULE, engine_config
@@ -50,7 +51,8 @@ INFO = ServerInfo(
 
 # Everything a dashboard may rely on: the samples of the exposition without their labels, buckets left out.
 DOCUMENTED = """
-actor_heartbeat_age_seconds actor_mailbox_depth build_info e2e_request_latency_seconds_count e2e_request_latency_seconds_sum
+actor_heartbeat_age_seconds actor_mailbox_depth build_info collective_sent_bytes_total collectives_total engram_fetches_total
+engram_wait_seconds_total expert_rebalances_total expert_tokens_total e2e_request_latency_seconds_count e2e_request_latency_seconds_sum
 engine_ready generation_tokens_total grammar_compilation_time_seconds_count grammar_compilation_time_seconds_sum http_open_streams
 http_requests_total inter_token_latency_seconds_count inter_token_latency_seconds_sum invariant_violations_total
 iteration_tokens_total_count iteration_tokens_total_sum kv_capacity_tokens kv_evictable_tokens kv_free_tokens kv_host_capacity_tokens
@@ -83,6 +85,8 @@ COMPAT_NAMES: dict[Compat, str] = {
 
 class StubEngine:
     """Gauges by hand: two ranks of ten blocks of four tokens."""
+
+    num_rebalances = 0
 
     def __init__(self) -> None:
         self.broken = False
@@ -143,7 +147,7 @@ HAND_LOG: tuple[Event, ...] = (
     TokensEmitted(11.25, 1, (5, 6, 7)),  # three of one step
     TokensEmitted(11.25, 2, (5,)),
     Preempted(11.25, 2, 0, "recompute", 8),
-    StepCommitted(11.25, 0, 0.125, 12, 4, 2, 5, 2),
+    StepCommitted(11.25, 0, 0.125, 12, 4, 2, (2, 2, 1), (1, 1, 0)),
     Resumed(12.0, 2, 0, "recompute", 4),
     TokensEmitted(12.25, 2, (6,)),  # after the preemption: a long gap, and no second first token
     Finished(12.25, 1, "length", 8, 4),
@@ -203,6 +207,9 @@ def test_nothing_is_kept_of_requests_that_are_over() -> None:
     assert len(metrics._planned_s) <= 2
 
 
+REPORT = RankCounters(((1, 2), (3, 4)), (("dispatch", 100, 2),), engram_hits=5, engram_misses=1, engram_wait_s=0.25)
+
+
 def plan_of(step: int, *items: PlanItem) -> StepPlan:
     return StepPlan(step, (RankPlan(items=items),))
 
@@ -212,6 +219,7 @@ def test_steps_prefill_and_drafts_by_position() -> None:
     first = plan_of(0, PlanItem(0, 1, 4, 4, 0, True))  # the last 4 of a prompt of 8
     second = plan_of(1, PlanItem(0, 1, 8, 4, 3, True))  # one token and three drafts
     third = plan_of(2, PlanItem(0, 1, 0, 9, 0, False))  # once more after a preemption
+    verified = StepCommitted(2.0, 1, 0.25, 4, 2, 1, (1, 1, 1), (1, 0, 0))
     metrics.events([Arrived(1.0, 1, 8), Admitted(1.0, 1, 0, 8, 4, "prefix")])
     metrics.planned(first, 1.0)
     metrics.committed(first, StepResult(0, (RankResult((ItemResult(1, (5,)),)),), 0.25, (("indexer", 0.125),)), 1.5)
@@ -219,8 +227,8 @@ def test_steps_prefill_and_drafts_by_position() -> None:
     metrics.planned(second, 1.5)
     metrics.planned(third, 1.5)
     metrics.committed(second, StepResult(1, (RankResult((ItemResult(1, (6, 7)),)),), 0.25, (("indexer", 0.25),)), 2.0)
-    metrics.events([TokensEmitted(2.0, 1, (6, 7))])
-    metrics.committed(third, StepResult(2, (RankResult(),), 0.5), 3.0)
+    metrics.events([TokensEmitted(2.0, 1, (6, 7)), verified])
+    metrics.committed(third, StepResult(2, (RankResult(),), 0.5, (), REPORT), 3.0)
     positions = range(3)
     assert [value(metrics, "spec_decode_draft_tokens_per_position_total", position=str(place)) for place in positions] == [1, 1, 1]
     assert [value(metrics, "spec_decode_accepted_tokens_per_position_total", position=str(place)) for place in positions] == [1, 0, 0]
@@ -230,6 +238,12 @@ def test_steps_prefill_and_drafts_by_position() -> None:
     assert value(metrics, "step_seconds_sum") == 0.5 + 0.5 + 1.0  # commit to commit, though the third was planned at 1.5
     assert value(metrics, "step_forward_seconds_sum") == 1.0
     assert value(metrics, "step_component_seconds_total", component="indexer") == 0.375
+    metrics.committed(plan_of(3), StepResult(3, (RankResult(),), 0.5, (), REPORT), 4.0)
+    assert [value(metrics, "expert_tokens_total", layer="1", expert=str(expert)) for expert in range(2)] == [6, 8]
+    assert value(metrics, "collective_sent_bytes_total", kind="dispatch") == 200
+    assert value(metrics, "collectives_total", kind="dispatch") == 4
+    assert [value(metrics, "engram_fetches_total", outcome=outcome) for outcome in ("ready", "waited")] == [10, 2]
+    assert value(metrics, "engram_wait_seconds_total") == 0.5
 
 
 # -- an engine on the scripted worker -----------------------------------------------------------------------------------------
@@ -358,7 +372,7 @@ def filled(compat: Compat = "none") -> ServerMetrics:
     metrics.events(HAND_LOG)
     metrics.http_request("/health", 200)
     metrics.component_s["indexer"] = 0.5
-    metrics._drafts(2, 1)
+    metrics.ranks = REPORT
     return metrics
 
 
@@ -499,14 +513,15 @@ def test_the_line_says_what_metrics_says() -> None:
     device = ("tier", "device")
     assert line.prefix_hit_share == gain("prefix_cache_hits_total", device) / gain("prefix_cache_queries_total", device)
     assert line.num_preemptions == gain("num_preemptions_total", ("kind", "recompute")) + gain("num_preemptions_total", ("kind", "swap"))
-    assert line.num_accepted_tokens == gain("spec_decode_num_accepted_tokens_total")
+    assert line.drafts.num_accepted_tokens == gain("spec_decode_num_accepted_tokens_total")
     assert line.num_waiting == after["twinfer_num_requests_waiting", ()]
     ranks = ("0", "1")
     assert line.num_running == sum(after["twinfer_num_requests_running", (("dp_rank", rank),)] for rank in ranks)
     used, capacity = (sum(after[f"twinfer_kv_{name}_tokens", (("dp_rank", rank),)] for rank in ranks) for name in ("used", "capacity"))
     assert line.kv_used_share == used / capacity
     assert str(line) == (
-        "running 4, waiting 5, prompt 0.0 tok/s, gen 0.7 tok/s, KV used 30.0%, prefix hits 25%, preemptions 1, drafts accepted 2 of 5"
+        "running 4, waiting 5, prompt 0.0 tok/s, gen 0.7 tok/s, KV used 30.0%, prefix hits 25%, preemptions 1, "
+        "2.00 tokens a verification, drafts accepted 50%/50%/0% by position"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from engine.api.formats.base import ChatInput, PlainParser, PreparedChat
 from engine.core.errors import RequestError
+from engine.core.events import StepCommitted
 from tests.api.harness import assert_idle, error_code, open_server, tokenizer
 from tests.api.openai_server import PlainFormat
 
@@ -84,11 +85,17 @@ async def test_what_tokenize_refuses() -> None:
 
 async def test_server_info_tells_of_drafts_where_there_are_any() -> None:
     async with open_server(info={"draft_tokens": 3}) as server:
-        counters = server.context.metrics.counters
         assert (await server.client.get("/server_info")).json()["drafts"]["acceptance_length"] is None
-        counters.verified_items, counters.draft_tokens, counters.accepted_tokens = 4, 12, 9
+        server.context.metrics.drafts.add(StepCommitted(0.0, 0, 0.1, 16, 13, 4, (4, 4, 4), (4, 3, 2)))
         drafts = (await server.client.get("/server_info")).json()["drafts"]
-        assert drafts == {"verified_items": 4, "draft_tokens": 12, "accepted_tokens": 9, "acceptance_length": 3.25}
+        assert drafts == {
+            "verified_items": 4,
+            "draft_tokens": 12,
+            "accepted_tokens": 9,
+            "acceptance_length": 3.25,
+            "draft_tokens_by_position": [4, 4, 4],
+            "accepted_tokens_by_position": [4, 3, 2],
+        }
     async with open_server() as server:
         info = (await server.client.get("/get_server_info")).json()
         assert "drafts" not in info

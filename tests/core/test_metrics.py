@@ -32,7 +32,7 @@ LOG: list[Event] = [
     Preempted(2.5, 7, 0, "recompute", 11),
     Resumed(3.0, 7, 0, "recompute", 8),
     TokensEmitted(4.0, 7, (6, 7, 8)),
-    StepCommitted(4.0, 0, 0.25, 14, 3, 1, 3, 2),
+    StepCommitted(4.0, 0, 0.25, 14, 3, 1, (1, 1, 1), (1, 1, 0)),
     TokensEmitted(5.0, 7, (9,)),
     Finished(5.0, 7, "length", 10, 5, 4),
     Arrived(2.0, 9, 3, 7),
@@ -49,7 +49,8 @@ def test_by_hand() -> None:
     assert request.itl_s == [2.0, 0.0, 0.0, 1.0]
     assert request.e2e_s == 4.0
     assert request.tpot_s == (4.0 - 1.0) / 4
-    assert metrics.acceptance_length == 3.0
+    assert metrics.drafts.acceptance_length == 3.0
+    assert metrics.drafts.acceptance_by_position == [1.0, 1.0, 0.0]
     assert metrics.prefix_hit_rate == 0.4
     summary = metrics.summary(Slo(ttft_s=1.0))
     assert (summary.num_arrived, summary.num_rejected, summary.num_preemptions) == (2, 1, 1)
@@ -100,4 +101,8 @@ def test_laws_on_real_logs(kind: str) -> None:
     assert stats.output_tokens_total == summary.num_output_tokens
     assert stats.steps_total == metrics.num_steps
     if kind == "drafts":
-        assert 1.0 < (metrics.acceptance_length or 0.0) <= 1 + replica.config.draft_tokens
+        drafts = metrics.drafts
+        assert drafts.num_verified_items == drafts.drafts_by_position[0]
+        for counts in (drafts.drafts_by_position, drafts.accepted_by_position):
+            assert counts == sorted(counts, reverse=True)
+        assert 1.0 < (metrics.drafts.acceptance_length or 0.0) <= 1 + replica.config.draft_tokens

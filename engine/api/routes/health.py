@@ -51,12 +51,5 @@ async def server_info(context: ApiContext, call: Call) -> None:
     value["full_length_requests"] = context.info.full_length_requests
     value["stats"] = msgspec.to_builtins(stats)
     if context.info.draft_tokens:
-        counters = context.metrics.counters
-        steps, accepted = counters.verified_items, counters.accepted_tokens
-        value["drafts"] = {
-            "verified_items": steps,
-            "draft_tokens": counters.draft_tokens,
-            "accepted_tokens": accepted,
-            "acceptance_length": 1 + accepted / steps if steps else None,
-        }
+        value["drafts"] = context.metrics.drafts.summary()
     await call.send_json(value)
