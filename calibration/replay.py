@@ -2,7 +2,7 @@
 
 A kernel starts when the one before it on its stream has ended, and a recorded delay after the latest end that came before it on any
 stream of its rank (what the host needed to launch it, or the other stream's event). Kernels that ran at the same time do not wait for
-each other. A collective ends on all its ranks once the last has come and its own time (the shortest of them) has passed.
+each other. A collective ends on a rank when the last rank has come and then its own time there has passed.
 
 Before anything is predicted from a table it must reproduce the span it was recorded with: ``checked_replay``.
 """
@@ -30,7 +30,7 @@ class Replay:
     after: NDArray[np.int64]  # the row of the rank whose end came last before this start
     delay_s: Floats  # from that end to this start
     operation: NDArray[np.int64]  # the collective this row belongs to, 0 for none
-    own_s: Floats  # duration without waiting for a peer
+    own_s: Floats  # duration; of a collective from the moment the last of its ranks had come
     recorded_span_s: float
 
     def run(self, own_s: Floats | None = None) -> tuple[Floats, Floats]:
@@ -45,9 +45,9 @@ class Replay:
             start[row] = begin
             end[row] = begin + durations[row]
             if operation and last[operation] == row:
-                finish = max(end[member] for member in members[operation])
+                complete = max(start[member] for member in members[operation])
                 for member in members[operation]:
-                    end[member] = finish
+                    end[member] = complete + durations[member]
         return np.array(start[:count]), np.array(end[:count])
 
     def span_s(self, own_s: Floats | None = None) -> float:
@@ -79,20 +79,19 @@ def build_replay(table: KernelTable) -> Replay:
         found = (place >= 0) & (before < rows)
         after[rows[found]] = before[found]
         delay_s[rows[found]] = start[rows[found]] - end[before[found]]
-    operation = _synchronised(groups(table), start, end)
-    shortest = np.full(int(operation.max(initial=0)) + 1, np.inf)
-    np.minimum.at(shortest, operation, table.duration_s)
-    own_s = np.where(operation > 0, shortest[operation], table.duration_s)
+    operation, complete_s = _synchronised(groups(table), start, end)
+    own_s = np.where(operation > 0, end - complete_s, table.duration_s)
     return Replay(on_stream, after, delay_s, operation, own_s, table.span_s)
 
 
-def _synchronised(operation: NDArray[np.int64], start: Floats, end: Floats) -> NDArray[np.int64]:
-    """Operations during which all their ranks were there at one time; the clocks of the others do not belong together."""
+def _synchronised(operation: NDArray[np.int64], start: Floats, end: Floats) -> tuple[NDArray[np.int64], Floats]:
+    """Operations during which all their ranks were there at one time (the clocks of the others do not belong together), and for each row
+    when the last rank had come."""
     size = int(operation.max(initial=0)) + 1
     latest_start, earliest_end = np.full(size, -np.inf), np.full(size, np.inf)
     np.maximum.at(latest_start, operation, start)
     np.minimum.at(earliest_end, operation, end)
-    return np.where(latest_start[operation] < earliest_end[operation], operation, 0)
+    return np.where(latest_start[operation] < earliest_end[operation], operation, 0), latest_start[operation]
 
 
 def checked_replay(table: KernelTable) -> Replay:

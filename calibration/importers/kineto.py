@@ -15,6 +15,7 @@ import math
 import zlib
 from array import array
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, BinaryIO, Final, cast
 
@@ -32,6 +33,7 @@ GZIP_MAGIC = b"\x1f\x8b"
 GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver", "hip_runtime")
 _SCALE_S: Final = 1e-6
+LARGEST_US = 1e18
 _BUFFER_BYTES = 1 << 18
 # Between two events there are some hundred bytes; megabytes of one event are an attack or not a trace.
 MAX_EVENT_BYTES = 64 << 20
@@ -120,7 +122,8 @@ def _open(path: Path) -> BinaryIO:
 
 
 def _stream(source: _Source, prefix: str) -> Iterator[Any]:
-    return iter(ijson.items(source, prefix, use_float=True, buf_size=_BUFFER_BYTES))
+    # Not use_float: ijson then takes integers for 64-bit signed ones, and traces hold unsigned ids.
+    return iter(ijson.items(source, prefix, buf_size=_BUFFER_BYTES))
 
 
 def _read_head(file: BinaryIO) -> dict[str, Any]:
@@ -128,7 +131,7 @@ def _read_head(file: BinaryIO) -> dict[str, Any]:
     head: dict[str, Any] = {"prefix": "traceEvents.item"}
     builder: Any = None
     key = ""
-    for number, (prefix, kind, value) in enumerate(ijson.parse(file, use_float=True)):
+    for number, (prefix, kind, value) in enumerate(ijson.parse(file)):
         if number == 0 and kind == "start_array":
             head["prefix"] = "item"
             break
@@ -176,7 +179,7 @@ def _keep_work(events: _Events, columns: _Columns, event: dict[str, Any], path: 
     columns.track.append(events.tracks.code(_gpu_stream(event) if gpu else _thread(event)))
     columns.name.append(events.names.code(str(event.get("name", ""))))
     dims = arguments.get("Input Dims")
-    columns.shapes.append(events.shapes.code(json.dumps(dims)) if dims else 0)
+    columns.shapes.append(events.shapes.code(json.dumps(dims, default=str)) if dims else 0)
     columns.external.append(_number(arguments.get("External id")))
     columns.correlation.append(_number(arguments.get("correlation")))
 
@@ -196,15 +199,16 @@ def _keep_range(events: _Events, event: dict[str, Any], path: Path, *, on_gpu: b
 
 def _span(events: _Events, event: dict[str, Any], path: Path) -> tuple[float, float]:
     """Start and end in microseconds. Raises TraceError for anything but finite numbers in order."""
-    start, duration = event.get("ts"), event.get("dur", 0)
-    for name, value in (("ts", start), ("dur", duration)):
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or abs(value) > 1e18:
-            raise TraceError(
-                f"{path}: event {events.num_events} ({event.get('name')!r:.60}): {name} is {value!r:.40}, no finite number of us"
-            )
-    if duration < 0:
-        raise TraceError(f"{path}: event {events.num_events} ({event.get('name')!r:.60}): dur is {duration!r}; needed: not negative")
-    return float(start), float(start) + float(duration)  # type: ignore[arg-type]
+    numbers = []
+    for name in ("ts", "dur"):
+        value = event.get(name, 0 if name == "dur" else None)
+        number = float(value) if isinstance(value, (int, Decimal)) and not isinstance(value, bool) else math.nan
+        if not abs(number) <= LARGEST_US or (name == "dur" and number < 0):
+            place = f"{path}: event {events.num_events} ({event.get('name')!r:.60})"
+            raise TraceError(f"{place}: {name} is {str(value)!r:.40}; needed: microseconds up to {LARGEST_US:g}, a duration not negative")
+        numbers.append(number)
+    start, duration = numbers
+    return start, start + duration
 
 
 def _arguments(event: dict[str, Any]) -> dict[str, Any]:
