@@ -303,6 +303,7 @@ def _predict(arguments: argparse.Namespace, read_spec: Callable[[str], ModelSpec
         for one in found:
             within = f"{one['lo_s'] * 1e3:.2f} to {one['hi_s'] * 1e3:.2f}"
             flag = "  extrapolated" if one["extrapolated"] else ""
+            step_ms, rate = one["step_s"] * 1e3, one["tokens_per_s_per_user"]
             place = f"{one['layout']:<14} {one['batch']:>5}"
             print(f"{place}  {step_ms:>9.2f}  {within:>19}  {rate:.2f}{flag}")
     return 0
