@@ -46,6 +46,11 @@ ENGINE_OPTIONS: tuple[Option, ...] = (
     Option("expert-rebalancing", bool, False, "move experts between ranks while serving, where measured loads make it pay", ("--eplb",)),
     Option("report-steps", int, 256, "steps between the ranks' reports of expert loads, message bytes and Engram waits",
            low=1, high=1 << 20),
+    Option("forced-acceptance", float, None, "for measurements: drafts accepted per verification on average, the bonus token not counted, "
+           "whatever the model says; the tokens are then not its own choice, and structured output is refused; auto lets the model decide",
+           low=0, high=64),
+    Option("forced-routing", str, "model", "for measurements: tokens dealt out evenly over the experts, or all to the same few, whatever "
+           "the router says; the tokens are then not the model's own", choices=("model", "balanced", "imbalanced")),
     Option("load-format", str, "auto", "auto reads the checkpoint; random makes seeded weights of its shapes", choices=("auto", "random")),
     Option("random-seed", int, None, "seeds requests that bring no seed, and random weights; auto draws the former", low=0, high=2**63 - 1),
     Option("on-worker-death", str, "exit", "after a worker's death; its requests end with an error", choices=("exit", "restart")),

@@ -73,6 +73,7 @@ def plan_launch(options: Resolved, spec: ModelSpec, model: str, *, to_run: bool 
 
     Without ``to_run`` the model need not have weights: its sizes are asked for.
     """
+    _check_measuring_switches(options, spec)
     if to_run and options["load_format"] != "random":
         require_weights(model)
     layout = parse_layout(options["layout"])
@@ -123,6 +124,7 @@ def plan_launch(options: Resolved, spec: ModelSpec, model: str, *, to_run: bool 
         gateway=GatewayConfig(
             max_requests=options["max_waiting_requests"] + options["max_running_requests"] * place.layout.dp,
             seed=options["random_seed"],
+            allows_grammars=options["forced_acceptance"] is None,
         ),
         expert_maps=maps,
         report_steps=options["report_steps"] if place.num_ranks > 1 or place.engram == "host" else 0,
@@ -131,6 +133,14 @@ def plan_launch(options: Resolved, spec: ModelSpec, model: str, *, to_run: bool 
     )
     config.validate()
     return Launch(config, spec, device, memory, layout, budget_bytes)
+
+
+def _check_measuring_switches(options: Resolved, spec: ModelSpec) -> None:
+    forced, drafts = options["forced_acceptance"], options["draft_tokens"]
+    if forced is not None and (drafts == 0 or forced > drafts):
+        raise ConfigError(f"--forced-acceptance is {forced:g} with --draft-tokens {drafts}; allowed: at most as many as are drafted")
+    if options["forced_routing"] != "model" and not isinstance(spec, V41Spec):
+        raise ConfigError(f"--forced-routing is {options['forced_routing']!r}; {spec.name} is not of the family that has this switch")
 
 
 def _auto_dtype(spec: ModelSpec, device: DeviceInfo) -> str:
@@ -186,6 +196,8 @@ def _workers(
                 engram=options["engram"],
                 redundant_experts=options["redundant_experts"],
                 draft_redundant_experts=options["draft_redundant_experts"],
+                forced_acceptance=options["forced_acceptance"],
+                forced_routing=options["forced_routing"],
             )
         )
     return tuple(workers)

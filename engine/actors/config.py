@@ -42,6 +42,8 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     engram: Literal["gpu", "replicated", "host"] = "gpu"
     redundant_experts: int = 0
     draft_redundant_experts: int = 0
+    forced_acceptance: float | None = None  # mean drafts accepted per verification, for measurements; None: the model decides
+    forced_routing: Literal["model", "balanced", "imbalanced"] = "model"  # other than "model" for measurements
     time_components: bool = False  # seconds per component with each result; slows the steps a little
 
 
@@ -120,6 +122,8 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     max_stop_chars: int = 1024
     # Longer than any context in text; refused before the tokenizer sees it.
     max_prompt_chars: int = 16 << 20
+    # With forced acceptance the tokens are not the model's choice and cannot keep to a grammar: such requests are refused.
+    allows_grammars: bool = True
     # None draws seeds from the operating system; a number makes the seeds of requests that bring none reproducible.
     seed: int | None = None
 

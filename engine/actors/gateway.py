@@ -286,6 +286,8 @@ class Gateway:
         for stop in generation.stop:
             if not 0 < len(stop) <= config.max_stop_chars:
                 raise RequestError(f"stop has a string of {len(stop)} characters; allowed: 1 to {config.max_stop_chars}", param="stop")
+        if generation.params.grammar is not None and not config.allows_grammars:
+            raise RequestError("structured output is refused: the engine was started with --forced-acceptance", param="response_format")
         if generation.stop and self.tokenizer is None:
             raise RequestError("stop needs a tokenizer, and the model has none", param="stop")
 

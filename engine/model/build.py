@@ -16,6 +16,7 @@ from engine.model.files import ModelFiles, read_model_files
 from engine.model.grammar_state import GrammarSource
 from engine.model.load import LoadFormat, LoadReport, load_model
 from engine.model.runner import Runner
+from engine.parallel.experts import Routing
 from engine.parallel.groups import ParallelGroups
 from engine.tokenizer import Tokenizer
 
@@ -57,6 +58,10 @@ class RunnerConfig(Protocol):
     def redundant_experts(self) -> int: ...
     @property
     def draft_redundant_experts(self) -> int: ...
+    @property
+    def forced_acceptance(self) -> float | None: ...
+    @property
+    def forced_routing(self) -> Routing: ...
 
 
 def build_runner(config: RunnerConfig, report: LoadReport | None = None) -> Runner:
@@ -89,8 +94,15 @@ def build_runner(config: RunnerConfig, report: LoadReport | None = None) -> Runn
         report=report,
         place=place,
         groups=groups,
+        routing=config.forced_routing,
     )
-    return Runner(loaded.model, config.cache, grammars=grammars, time_components=config.time_components)
+    return Runner(
+        loaded.model,
+        config.cache,
+        grammars=grammars,
+        time_components=config.time_components,
+        forced_acceptance=config.forced_acceptance,
+    )
 
 
 def _groups(config: RunnerConfig, place: RankPlace, device: torch.device) -> ParallelGroups | None:

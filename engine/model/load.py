@@ -20,6 +20,7 @@ from engine.core.tensors import EMBEDDING, FP32, LINEAR, NORM, TensorSpec, expec
 from engine.model import registry
 from engine.model.base import Model, WeightSource
 from engine.model.files import PICKLE_SUFFIXES, ModelFiles, pickle_refusal, read_json, read_model_files
+from engine.parallel.experts import Routing
 from engine.parallel.groups import ParallelGroups
 
 LoadFormat = Literal["auto", "random"]
@@ -53,11 +54,12 @@ def load_model(
     report: LoadReport | None = None,
     place: RankPlace = ONE_RANK,
     groups: ParallelGroups | None = None,
+    routing: Routing = "model",
 ) -> LoadedModel:
     """Load a packaged model, a folder or a .gguf file, by its name or as already read; with ``load_format="random"`` only its config.
 
     ``cache_rounding`` applies to V4.1 (rounding of cached rows). A rank of several reads its part: ``place``, with the ``groups`` it has
-    met. Raises ConfigError naming file, tensor, found and expected.
+    met. ``routing`` other than "model" is for measurements of V4.1. Raises ConfigError naming file, tensor, found and expected.
     """
     files = model if isinstance(model, ModelFiles) else read_model_files(model)
     device = torch.device(device)
@@ -78,7 +80,7 @@ def load_model(
             weights = SafetensorsWeights(files.path, files.spec, stack)
         if report is not None:
             weights = _ReportedWeights(weights, files.spec, report)
-        return LoadedModel(_build(files, weights, dtype, device, cache_rounding, load_format, place, groups), files)
+        return LoadedModel(_build(files, weights, dtype, device, cache_rounding, load_format, place, groups, routing), files)
 
 
 def _build(
@@ -90,6 +92,7 @@ def _build(
     load_format: LoadFormat,
     place: RankPlace,
     groups: ParallelGroups | None,
+    routing: Routing,
 ) -> Model:
     if isinstance(files.spec, DenseSpec):
         from engine.model.dense import DenseModel
@@ -107,6 +110,7 @@ def _build(
         token_map=token_map,
         place=place,
         groups=groups,
+        routing=routing,
     )
 
 

@@ -52,7 +52,15 @@ class _DraftProbs:
 class Runner:
     """Executes RankPlans strictly in order. Not thread-safe; one per worker process."""
 
-    def __init__(self, model: Model, config: CacheConfig, *, grammars: GrammarSource | None = None, time_components: bool = False) -> None:
+    def __init__(
+        self,
+        model: Model,
+        config: CacheConfig,
+        *,
+        grammars: GrammarSource | None = None,
+        time_components: bool = False,
+        forced_acceptance: float | None = None,
+    ) -> None:
         """``grammars`` is None for a model without a tokenizer: requests with a grammar then fail."""
         self.model = model
         self.config = config
@@ -63,6 +71,7 @@ class Runner:
             max_running=config.max_running,
             device=self.device,
             eos_token_ids=model.spec.eos_token_ids,
+            forced_acceptance=forced_acceptance,
         )
         self._grammars = grammars
         # Set once logits were unusable: blocks may then hold what made them so, and reading 0 times NaN is NaN.

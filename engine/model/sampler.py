@@ -46,11 +46,23 @@ _SHIFTS = Uses.PENALTIES | Uses.BIAS | Uses.MIN_TOKENS
 
 
 class Sampler:
-    """Sampling state of one rank's slots. ``start`` before a slot's first ``sample``; a later ``start`` replaces the request."""
+    """Sampling state of one rank's slots. ``start`` before a slot's first ``sample``; a later ``start`` replaces the request.
 
-    def __init__(self, vocab_size: int, max_running: int, device: torch.device, eos_token_ids: Sequence[int]) -> None:
+    ``forced_acceptance`` is for measurements: a verification then accepts so many drafts on average (the token of the model itself not
+    counted), drawn from seed and position as everything is, whatever the model says of them. Texts lose their meaning.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        max_running: int,
+        device: torch.device,
+        eos_token_ids: Sequence[int],
+        forced_acceptance: float | None = None,
+    ) -> None:
         self.vocab_size = vocab_size
         self.device = device
+        self._forced_acceptance = forced_acceptance
         self._slots = SlotParameters(vocab_size, max_running, device, eos_token_ids)
         self._masks = GrammarMasks(vocab_size, device, eos_token_ids)
         self._grammars: dict[int, GrammarState] = {}
@@ -243,11 +255,14 @@ class Sampler:
             sampled_IK = kernels.accept_sampled(probs_RV[row_IK, draft_IK], q_draft_IK, uniforms_IK)
             accept_IK = torch.where(self._slots.real_SF[rows.slots_I, TEMPERATURE, None] > 0.0, sampled_IK, accept_IK)
         accepted_I = (accept_IK & drafted_IK).to(torch.int64).cumprod(1).sum(1)
+        if self._forced_acceptance is not None:
+            accepted_I = self._forced(self._forced_acceptance, rows)
         last_row_I = rows.row_starts_I1[:-1] + accepted_I
         last_I = argmax_R[last_row_I]
         if probs_RV is not None:
             weights_IV = probs_RV[last_row_I]
-            rejected_I = accepted_I < rows.num_drafts_I
+            # A forced rejection leaves no residual to draw from: the model may be sure of the draft.
+            rejected_I = (accepted_I < rows.num_drafts_I) & (self._forced_acceptance is None)
             at_I = accepted_I.clamp_max(rows.max_drafts - 1)  # the rejected draft
             if q_IKV is None:
                 q_IV = torch.zeros_like(weights_IV).scatter_(1, draft_IK.gather(1, at_I.unsqueeze(1)), 1.0)
@@ -259,6 +274,12 @@ class Sampler:
         padded_IK = torch.nn.functional.pad(draft_IK, (0, 1))
         tokens_IK = torch.where(depth_K1 < accepted_I.unsqueeze(1), padded_IK, 0)
         return tokens_IK.scatter_(1, accepted_I.unsqueeze(1), last_I.unsqueeze(1)), accepted_I + 1
+
+    def _forced(self, mean: float, rows: SampleRows) -> Tensor:
+        """Accepted drafts [I]: the whole part of ``mean``, and one more in a share of the positions that is the rest of it."""
+        int_IF = self._slots.int_SF[rows.slots_I]
+        one_more_I = kernels.uniforms(int_IF[:, SEED], int_IF[:, OUTPUT_LEN], Draw.ACCEPT) < mean % 1.0
+        return (int(mean) + one_more_I.to(torch.int64)).minimum(rows.num_drafts_I)
 
     def _grammar_masks(self, rows: SampleRows, uses_I: np.ndarray, draft_IK: Tensor | None) -> Tensor:
         """Masks [r, W] of all rows of the items with a grammar, in the order of the rows."""
