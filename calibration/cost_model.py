@@ -223,8 +223,8 @@ class CalibratedCost:
                 engram.append(seconds)
             else:
                 found[message.component] = found.get(message.component, 0.0) + seconds
-        if engram:  # counts and ids are waited for at once, the rows later
-            found["engram.fetch"] = engram[0] + engram[1] + np.maximum(0.0, engram[2] - hidden_s) + sum(engram[3:])
+        if engram:  # the ids are waited for at once, the rows later
+            found["engram.fetch"] = engram[0] + np.maximum(0.0, engram[1] - hidden_s) + sum(engram[2:])
         return {name: seconds * self.probe.host for name, seconds in found.items()}
 
     def price_table(self, table: FeatureTable) -> PricedTable:
@@ -256,10 +256,10 @@ class CalibratedCost:
         """[N] how far a step lies outside the measured hull, in factors of e (0: inside, or a little beyond its edge)."""
         far = np.zeros(table.num_steps)
         for name, values in hull_features(table).items():
-            low, high = self.rank_fit.low.get(name, 0.0), self.rank_fit.high.get(name, np.inf)
-            over = np.log(np.maximum(values, 1e-9) / max(high, 1e-9))
-            under = np.where(values > 0, np.log(max(low, 1e-9) / np.maximum(values, 1e-9)), 0.0)
-            far = np.maximum(far, np.maximum(over, under))
+            if name in self.rank_fit.low:
+                low, high = max(self.rank_fit.low[name], 1e-9), max(self.rank_fit.high[name], 1e-9)
+                inside = np.clip(values, low, high)
+                far = np.maximum(far, np.where(values > 0, np.abs(np.log(np.maximum(values, 1e-9) / inside)), 0.0))
         return np.where(far > _EDGE, far, 0.0)
 
     def _bounds(self, outside: Array) -> tuple[Array, Array]:

@@ -16,7 +16,7 @@ from calibration.features import Array, FeatureTable
 from engine.core.counts import touched_experts
 from engine.core.sharding import RankPlace, held_kv_heads
 from engine.core.specs import AttentionRole, DenseSpec, ModelSpec, V41Spec
-from engine.core.traffic import dispatch_row_bytes, sends_everything
+from engine.core.traffic import ID_BYTES, dispatch_row_bytes, sends_everything
 
 Resource = Literal["compute", "memory", "host"]
 ROW_KNOTS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
@@ -318,8 +318,7 @@ def _v41_messages(spec: V41Spec, place: RankPlace, table: FeatureTable, element_
     if spec.engram is not None and place.shards_engram:
         ids = table.tokens / layout.tp * spec.engram.num_columns * len(spec.engram.layer_ids)
         away = others / place.num_ranks
-        found.append(Messages("engram.fetch", busy, np.full_like(table.tokens, 8.0 * others)))
-        found.append(Messages("engram.fetch", busy, ids * away * 4))
+        found.append(Messages("engram.fetch", busy, ids * others * ID_BYTES))
         found.append(Messages("engram.fetch", busy, ids * away * spec.engram.head_dim * element_bytes))
         if layout.tp > 1:
             gathered = ids * spec.engram.head_dim * element_bytes * (layout.tp - 1)
