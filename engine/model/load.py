@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.core.errors import ConfigError
 from engine.core.memory import ONE_RANK
-from engine.core.sharding import RankPlace
+from engine.core.sharding import RankPlace, held_tensors
 from engine.core.specs import DenseSpec, ModelSpec
 from engine.core.tensors import EMBEDDING, FP32, LINEAR, NORM, TensorSpec, expected_tensors
 from engine.model import registry
@@ -79,7 +79,7 @@ def load_model(
         else:
             weights = SafetensorsWeights(files.path, files.spec, stack)
         if report is not None:
-            weights = _ReportedWeights(weights, files.spec, report)
+            weights = _ReportedWeights(weights, files.spec, place, report)
         return LoadedModel(_build(files, weights, dtype, device, cache_rounding, load_format, place, groups, routing), files)
 
 
@@ -216,11 +216,11 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 class _ReportedWeights:
-    """Passes tensors on and tells how much of the model has been read, a percent at a time."""
+    """Passes tensors on and tells how much of the rank's part of the model has been read, a percent at a time."""
 
-    def __init__(self, weights: WeightSource, spec: ModelSpec, report: LoadReport) -> None:
+    def __init__(self, weights: WeightSource, spec: ModelSpec, place: RankPlace, report: LoadReport) -> None:
         self._weights = weights
-        self._waiting = {name: tensor.num_elements for name, tensor in expected_tensors(spec).items()}
+        self._waiting = {name: tensor.num_elements for name, tensor in held_tensors(spec, place)}
         self._total = sum(self._waiting.values())
         self._done = 0
         self._reported = 0

@@ -93,11 +93,17 @@ class LocalTables:
 class ShardedTables:
     """This rank's rows of all tables, one table after the other; row r of table e is with rank q where q * N_e // n <= r."""
 
-    def __init__(self, groups: ParallelGroups, shards: Sequence[Tensor], num_rows: Sequence[int]) -> None:
+    def __init__(
+        self, groups: ParallelGroups, shards: Sequence[Tensor], num_rows: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """``shards`` as they are stored, on the host: they are copied one by one, so that the device never holds one twice."""
         self.stats = EngramStats()
         self._groups = groups
-        self._shard_NI = torch.cat(list(shards))
-        size, rank, device = groups.world.size, groups.place.rank, self._shard_NI.device
+        counts = [shard.shape[0] for shard in shards]
+        self._shard_NI = torch.empty((sum(counts), shards[0].shape[1]), dtype=dtype, device=device)
+        for place, shard in zip(self._shard_NI.split_with_sizes(counts), shards, strict=True):
+            place.copy_(shard)
+        size, rank = groups.world.size, groups.place.rank
         bounds = torch.tensor([[index * rows // size for index in range(size + 1)] for rows in num_rows])
         self._ends_En = bounds[:, 1:].contiguous().to(device)
         self._first_E1, self._end_E1 = (bounds[:, index, None].to(device) for index in (rank, rank + 1))

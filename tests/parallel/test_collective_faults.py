@@ -18,7 +18,7 @@ from tests.parallel.processes import run_ranks
 @pytest.mark.parametrize(
     ("sent", "kind", "call"),
     [
-        (signal.SIGKILL, "engram.fetch", 4),  # in the second step
+        (signal.SIGKILL, "engram.fetch", 3),  # the ids of the second step
         (signal.SIGSTOP, "combine", 12),  # in the first draft round: eight backbone layers, then two of the draft
     ],
     ids=["killed", "stopped"],

@@ -64,7 +64,9 @@ CASES: dict[int, list[Case]] = {
         Case("dp2ep2 grouped", place("1.2.2"), SPEC, JOBS, draft_tokens=3, grouped=True),
         Case("dp2ep1", place("1.2.1"), SPEC, JOBS),
         Case("tp2ep1", place("2.1.1"), SPEC, JOBS, draft_tokens=3),
-        Case("tp2ep2", place("2.1.2"), SPEC, JOBS, draft_tokens=5, grouped=True),
+        Case(
+            "tp2ep2 redundant", place("2.1.2", redundant_experts=2, draft_redundant_experts=4), SPEC, JOBS, draft_tokens=5, grouped=True
+        ),
         Case("engram replicated", place("1.2.2", engram="replicated"), SPEC, JOBS),
         Case("engram host", place("2.1.1", engram="host"), SPEC, JOBS),
         Case(

@@ -319,5 +319,5 @@ def load_engram_tables(load: Loader, spec: EngramSpec) -> EngramTables:
     if load.place.engram == "host":
         return HostTables([load.stored(name) for name in names], load.dtype, load.device)
     if load.groups is not None and load.place.shards_engram:
-        return ShardedTables(load.groups, [load.weight(name) for name in names], spec.num_rows)
+        return ShardedTables(load.groups, [load.stored(name) for name in names], spec.num_rows, load.dtype, load.device)
     return LocalTables([load.weight(name) for name in names])
