@@ -40,12 +40,14 @@ class App:
         self.num_calls = 0
         self._idle = trio.Event()
         table: list[BaseRoute] = [StarletteRoute(route.path, Endpoint(self, route.path, route.access, route.handlers)) for route in routes]
+        self._unknown = Endpoint(self, UNKNOWN_ROUTE, "key", {})
         # No redirects to paths with or without a slash: they would be built from the Host header.
-        self._router = Router(table, redirect_slashes=False, default=Endpoint(self, UNKNOWN_ROUTE, "key", {}))
+        self._router = Router(table, redirect_slashes=False, default=self._unknown)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            await self._router(scope, receive, send)
+            # The patterns of routes take a line feed at the end for the end.
+            await (self._unknown if scope["path"].endswith("\n") else self._router)(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1000})
 

@@ -39,7 +39,7 @@ async def prepare(context: ApiContext, work: Callable[[ChatFormat], PreparedChat
     return await in_thread(lambda: work(chat_format))
 
 
-def chat_input_of(request: ChatRequest, config: ApiConfig) -> ChatInput:
+def chat_input_of(request: ChatRequest, config: ApiConfig, context_tokens: int) -> ChatInput:
     """Raises RequestError for what the types of the fields do not express."""
     check_messages(request.messages)
     last = request.messages[-1]
@@ -62,6 +62,7 @@ def chat_input_of(request: ChatRequest, config: ApiConfig) -> ChatInput:
         template_kwargs=template_kwargs,
         add_generation_prompt=not continues if request.add_generation_prompt is None else request.add_generation_prompt,
         continue_final_message=continues,
+        context_tokens=context_tokens,
     )
 
 

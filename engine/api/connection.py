@@ -6,6 +6,7 @@ takes the whole server down. HTTP/2 is not spoken (a proxy in front does): a str
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable
@@ -26,6 +27,8 @@ Stream = trio.SocketStream | trio.SSLStream[trio.SocketStream]
 
 # Each piece has its own deadline, so a slow client is one below 64 KiB in send_timeout_s.
 _PIECE_BYTES = 64 << 10
+# Of requests that a client sends while an answer is on its way: read so far, so that its end is seen. The rest waits in the kernel.
+_PIPELINED_BYTES = 64 << 10
 
 _log = logging.getLogger("twinfer.http")
 
@@ -59,6 +62,7 @@ class Connection(TCPServer):
                 self.protocol = _Http11(  # type: ignore[assignment]
                     self.app, self.config, self.context, self._task_group, ConnectionState({}), is_tls, client, server, self.protocol_send
                 )
+                self.protocol.can_read = _NextRequest(self)  # type: ignore[attr-defined]
                 await self.idle_task.restart(self._task_group, self._idle_timeout)
                 await self._read_data()
                 # Nobody is waited for: the timer of idle connections would keep this one until it is up.
@@ -66,6 +70,26 @@ class Connection(TCPServer):
                 await self.idle_task.stop()
         finally:
             await trio.aclose_forcefully(self.stream)
+
+    async def _read_data(self) -> None:
+        try:
+            await super()._read_data()
+        except _ClientLeft:
+            await self.protocol.handle(Closed())
+
+    async def read_ahead(self) -> None:
+        """While an answer is on its way, whatever the client sends is kept for later, and its end is noticed: then this returns. It
+        does too where so much was sent that nothing more is read, after send_timeout_s.
+        """
+        protocol = self.protocol
+        assert isinstance(protocol, _Http11)
+        with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+            while len(protocol.connection.trailing_data[0]) < _PIPELINED_BYTES:
+                data = await self.stream.receive_some(_PIPELINED_BYTES)
+                if not data:
+                    return
+                protocol.connection.receive_data(bytes(data))
+            await trio.sleep(self._send_timeout_s)
 
     async def _shake_hands(self) -> bool:
         try:
@@ -123,8 +147,61 @@ class Connection(TCPServer):
 
 
 class _Http11(H11Protocol):
+    """HTTP/1.1 and nothing else, whatever the client proposes."""
+
     async def _check_protocol(self, event: h11.Request) -> None:
-        """No change to another version of HTTP, whatever the client proposes."""
+        """No change to another version of HTTP."""
+
+    async def _create_stream(self, request: h11.Request) -> None:
+        names = {name for name, _ in request.headers}
+        if {b"content-length", b"transfer-encoding"} <= names:  # where the next request begins is then a matter of opinion
+            await self._send_error_response(400)
+            await self.send(Closed())
+            return
+        if b"upgrade" in names:  # to be passed over, as a server may: nothing here speaks anything else
+            kept = [(name, value) for name, value in request.headers if name != b"upgrade"]
+            request = h11.Request(method=request.method, target=request.target, headers=kept, http_version=request.http_version)
+        await super()._create_stream(request)
+
+
+class _ClientLeft(Exception):  # noqa: N818 - not an error
+    """The client has closed its side while there were requests of it to be read."""
+
+
+class _NextRequest:
+    """Stands in for hypercorn's event that an answer is complete and the next request of the connection may be read.
+
+    Where a client has sent one already, hypercorn reads nothing until then, and would not notice that it has left.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._event = trio.Event()
+
+    async def clear(self) -> None:
+        self._event = trio.Event()
+
+    async def set(self) -> None:
+        self._event.set()
+
+    def is_set(self) -> bool:
+        return self._event.is_set()
+
+    async def wait(self) -> None:
+        left = False
+
+        async def watch() -> None:
+            nonlocal left
+            await self._connection.read_ahead()
+            left = True
+            nursery.cancel_scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(watch)
+            await self._event.wait()
+            nursery.cancel_scope.cancel()
+        if left:
+            raise _ClientLeft
 
 
 async def serve_connections(

@@ -8,6 +8,9 @@ import msgspec
 
 from engine.core.errors import CapacityError, GenerationError, RequestError, TwinferError
 
+# Texts of libraries repeat what they do not like, however long it is.
+MAX_MESSAGE_CHARS = 2000
+
 
 class ErrorDetail(msgspec.Struct, frozen=True):
     message: str
@@ -25,10 +28,10 @@ class ApiError(TwinferError):
 
     def __init__(self, status: int, message: str, *, type: str, param: str | None = None, code: str | None = None,
                  headers: tuple[tuple[str, str], ...] = ()) -> None:  # fmt: skip
-        super().__init__(message)
+        super().__init__(_shortened(message))
         self.status = status
         self.type = type
-        self.param = param
+        self.param = None if param is None else _shortened(param)
         self.code = code
         self.headers = headers
 
@@ -62,3 +65,7 @@ def as_api_error(error: Exception, *, ready: bool) -> ApiError:
         case _:
             # What went wrong is for the log: its text may hold what belongs to other clients.
             return ApiError(500, "internal error; the server's log has the details", type="server_error", code="internal_error")
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= MAX_MESSAGE_CHARS else text[: MAX_MESSAGE_CHARS - 3] + "..."

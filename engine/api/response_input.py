@@ -36,7 +36,7 @@ _ITEMS: dict[str, type[Item]] = {
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
-def chat_input_of(request: ResponsesRequest, config: ApiConfig) -> ChatInput:
+def chat_input_of(request: ResponsesRequest, config: ApiConfig, context_tokens: int) -> ChatInput:
     """Raises RequestError for what the types of the fields do not express."""
     tools = tools_of(request.tools, config, _tool)
     effort = request.reasoning.effort if request.reasoning is not None else None
@@ -48,6 +48,7 @@ def chat_input_of(request: ResponsesRequest, config: ApiConfig) -> ChatInput:
         constraint=_constraint(request, config),
         thinking=False if effort == "none" else None,
         reasoning_effort=None if effort == "none" else effort,
+        context_tokens=context_tokens,
     )
 
 
@@ -67,8 +68,7 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
             case ReasoningItem():
                 if answer is None or answer["content"] is not None or "tool_calls" in answer:
                     answer = _begin_answer(messages)
-                text = "".join(part.text for part in item.content or item.summary)
-                answer["reasoning_content"] = answer.get("reasoning_content", "") + text
+                answer.setdefault("reasoning_content", []).extend(part.text for part in item.content or item.summary)
             case MessageItem(role="assistant"):
                 if answer is None or answer["content"] is not None or "tool_calls" in answer:
                     answer = _begin_answer(messages)
@@ -84,6 +84,9 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
                 answer = None
                 output = _content(item.output, f"input[{index}].output")
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
+    for message in messages:
+        if "reasoning_content" in message:
+            message["reasoning_content"] = "".join(message["reasoning_content"])
     return messages
 
 

@@ -28,6 +28,8 @@ class ChatInput(msgspec.Struct, frozen=True, kw_only=True):
     template_kwargs: dict[str, Any] = {}
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    # What a format that makes token ids need not go beyond; the limit itself is checked later. None: no limit.
+    context_tokens: int | None = None
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True):

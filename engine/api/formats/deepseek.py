@@ -23,6 +23,7 @@ from engine.chat_template import MAX_RENDERED_CHARS
 from engine.constraints import AnyJson, JsonSchema
 from engine.core.errors import ConfigError, RequestError
 from engine.grammar import grammar_of
+from engine.tokenizer import refuse_far_too_long
 
 from . import grammars
 from .base import ChatInput, PreparedChat
@@ -48,6 +49,7 @@ class DeepseekFormat:
             tokenizer = Tokenizer.from_str(tokenizer_json.decode("utf-8"))
         except Exception as error:  # the package raises what the tokenizers library does
             raise ConfigError(f"deepseek-recipe cannot read the model's tokenizer.json: {error}") from None
+        self._tokenizer = tokenizer
         self._encoding = DeepseekV41Encoding().with_tokenizer(tokenizer)
         self._think_end_token = think_end_token
         self._dsml = DsmlGrammar(dsml_token)
@@ -98,9 +100,11 @@ class DeepseekFormat:
         request = _refusing(convert, param)
         if any(message.image_sources for message in request.conversation.messages):
             raise RequestError("images are not supported", param=param)
-        length = len(self._encoding.render_conversation(request.conversation).prompt)
-        if length > MAX_RENDERED_CHARS:
-            raise RequestError(f"{param} renders to {length} characters; allowed: at most {MAX_RENDERED_CHARS}", param=param)
+        text = self._encoding.render_conversation(request.conversation).prompt
+        if len(text) > MAX_RENDERED_CHARS:
+            raise RequestError(f"{param} renders to {len(text)} characters; allowed: at most {MAX_RENDERED_CHARS}", param=param)
+        if chat.context_tokens is not None:
+            refuse_far_too_long(text, chat.context_tokens, self._tokenizer.encode, param)
         ids = _refusing(lambda: self._encoding.encode(request.conversation), param)
         return PreparedChat(
             prompt=tuple(ids),

@@ -75,7 +75,7 @@ async def chat_completions(context: ApiContext, call: Call) -> None:
     request = decode(call.body, CHAT_DECODER)
     check_model(context, request.model)
     _check(request, context)
-    chat = chat_input_of(request, context.config)
+    chat = chat_input_of(request, context.config, context.engine.context_length)
     with naming({"prompt": "messages"} | grammar_names(request)):
         prepared = await prepare(context, lambda chat_format: chat_format.prepare(chat))
         prompt = prepared.prompt

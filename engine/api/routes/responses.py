@@ -35,7 +35,7 @@ async def responses(context: ApiContext, call: Call) -> None:
     check_model(context, request.model)
     _check(request)
     with naming(_NAMES | grammar_names(request)):
-        chat = chat_input_of(request, context.config)
+        chat = chat_input_of(request, context.config, context.engine.context_length)
         prepared = await prepare(context, lambda chat_format: chat_format.prepare_responses(raw_body(call.body), chat))
         prompt = prepared.prompt
         if isinstance(prompt, str):

@@ -6,12 +6,14 @@ from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
-import trio
 
 from engine.api.call import Call
+from engine.api.chat_input import prepare
 from engine.api.context import ApiContext
 from engine.api.formats.base import ChatInput
 from engine.api.routes.models import unknown_model
+from engine.api.sampling import in_thread
+from engine.api.schema.common import check_number_of_values
 from engine.core.errors import RequestError
 from engine.tokenizer import Tokenizer
 
@@ -41,7 +43,7 @@ async def tokenize(context: ApiContext, call: Call) -> None:
     if (request.prompt is None) == (request.messages is None):
         raise RequestError("one of prompt and messages is needed, not both", param="prompt")
     if request.prompt is not None:
-        tokens = await context.engine.tokenise(request.prompt, add_special_tokens=request.add_special_tokens)
+        tokens = await context.engine.tokenise(request.prompt, add_special_tokens=request.add_special_tokens, any_length=True)
     else:
         tokens = await _chat_tokens(context, request)
     answer: dict[str, Any] = {"count": len(tokens), "max_model_len": context.info.context_length, "tokens": tokens}
@@ -60,20 +62,17 @@ async def detokenize(context: ApiContext, call: Call) -> None:
     for token in request.tokens:
         if not 0 <= token <= highest:
             raise RequestError(f"tokens holds {token}; allowed: integers from 0 to {highest}", param="tokens")
-    decode = partial(tokenizer.decode, request.tokens, skip_special_tokens=False)
-    await call.send_json({"prompt": await trio.to_thread.run_sync(decode, abandon_on_cancel=True)})
+    await call.send_json({"prompt": await in_thread(partial(tokenizer.decode, request.tokens, skip_special_tokens=False))})
 
 
 async def _chat_tokens(context: ApiContext, request: TokenizeRequest) -> tuple[int, ...]:
-    if context.chat_format is None:
-        raise RequestError("messages need a chat format, and the model has none: give a prompt", param="messages")
     chat = ChatInput(
         messages=request.messages or [],
         tools=request.tools,
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
     )
-    prepared = await trio.to_thread.run_sync(context.chat_format.prepare, chat, abandon_on_cancel=True)
+    prepared = await prepare(context, lambda chat_format: chat_format.prepare(chat))
     if not isinstance(prepared.prompt, str):
         return prepared.prompt
     return await context.engine.tokenise(prepared.prompt, add_special_tokens=prepared.add_special_tokens)
@@ -81,6 +80,7 @@ async def _chat_tokens(context: ApiContext, request: TokenizeRequest) -> tuple[i
 
 def _decode(body: bytes, kind: type[T]) -> T:
     """Raises RequestError for what is no JSON object of this form; fields it does not know are passed over."""
+    check_number_of_values(body)
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, RecursionError) as error:  # a ValidationError is one; its text names the field, not the value

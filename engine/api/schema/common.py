@@ -18,13 +18,20 @@ from engine.core.errors import RequestError
 MAX_SALT_CHARS = 256
 MAX_METADATA_ENTRIES = 16
 MAX_JSON_DEPTH = 64
+# What a body may have the server build out of it, on the event loop: a byte of JSON can become a hundred in memory. Values are counted
+# by what separates them. The largest requests that make sense are lists of prompts as token ids, and long conversations.
+MAX_VALUES = 2 << 20
+MAX_CONTAINERS = 256 << 10
+MAX_STRINGS = 512 << 10
 _MAX_SHOWN_CHARS = 100
 
 Label = Annotated[str, Meta(max_length=1024)]  # identifiers that a client gives for its own purposes
 Salt = Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)]
-FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+FunctionName = Annotated[str, Meta(pattern=r"\A[a-zA-Z0-9_-]{1,64}\Z")]
 
 _T = TypeVar("_T")
+# Never gives a character back: the time is linear whatever the text, also where a string does not end.
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.?)*+(?:"|\Z)', re.DOTALL)
 _AT_PATH = re.compile(r" - at `\$\.?(?P<path>.*)`$", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>.*)`$", re.DOTALL)
@@ -111,6 +118,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 def decode(body: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
     """The body as its struct. Raises RequestError; of a key that is there twice, the last one counts."""
+    check_number_of_values(body)
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
@@ -119,6 +127,24 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
         raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
     except RecursionError:
         raise RequestError("the body is not valid JSON: it is nested too deeply", code="invalid_json") from None
+
+
+def check_number_of_values(body: bytes) -> None:
+    """Raise RequestError for a body of more values than a request can have. Takes a moment only where there may be as many."""
+    # A quote inside a string has a backslash before it; so may one that ends a string, but not one that begins it.
+    too_many = body.count(b'"') - body.count(b'\\"') > 2 * MAX_STRINGS
+    if not too_many and (_containers(body) > MAX_CONTAINERS or body.count(b",") > MAX_VALUES):
+        bare = _STRING.sub(b"", body)
+        too_many = _containers(bare) > MAX_CONTAINERS or bare.count(b",") > MAX_VALUES
+    if too_many:
+        raise RequestError(
+            f"the body has too many values; allowed: {MAX_VALUES} altogether, {MAX_STRINGS} strings, {MAX_CONTAINERS} objects and lists",
+            code="too_many_values",
+        )
+
+
+def _containers(body: bytes) -> int:
+    return body.count(b"{") + body.count(b"[")
 
 
 def convert(value: Any, type: type[_T], at: str) -> _T:
