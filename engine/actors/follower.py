@@ -101,9 +101,10 @@ class _Follower:
             async with trio.open_nursery() as nursery:
                 for task in self._tasks():
                     nursery.start_soon(self._until_failure, task, nursery.cancel_scope)
-        except trio.Cancelled:
-            self._link.post(0, NodeFailed(None, "internal", "was stopped by its operator"))
-            raise
+        finally:
+            if self._failure is None and self._goodbye is None:  # cancelled
+                self._link.post(0, NodeFailed(None, "internal", "was stopped by its operator"))
+                await self._await_goodbye()
         if self._goodbye is None:
             assert self._failure is not None
             await self._explain(self._failure)
@@ -177,6 +178,13 @@ class _Follower:
             await trio.sleep(self._supervision.heartbeat_interval_s)
         raise WorkerError("node-0", f"gave no sign of life for heartbeat_timeout_s = {self._supervision.heartbeat_timeout_s:g}")
 
+    async def _await_goodbye(self) -> None:
+        """For a moment, when ``_receive`` has ended. Node 0 has then heard what was posted: the end of a connection may drop it."""
+        with trio.CancelScope(shield=True), contextlib.suppress(NodeLostError, WorkerError), trio.move_on_after(_VERDICT_TIMEOUT_S):
+            while self._goodbye is None:
+                _, message = await self._link.receive()
+                self._goodbye = message if isinstance(message, Goodbye) else None
+
     async def _explain(self, failure: TwinferError) -> None:
         """Tell node 0 what failed here, and hear whether that was only the consequence of something else."""
         if isinstance(failure, WorkerError) and failure.worker == "node-0":
@@ -189,9 +197,6 @@ class _Follower:
             fault = "peer"
         text = str(failure).removeprefix(f"{name}: ")
         self._link.post(0, NodeFailed(name, fault, text))
-        with trio.move_on_after(_VERDICT_TIMEOUT_S), contextlib.suppress(NodeLostError, WorkerError):
-            while self._goodbye is None:
-                _, message = await self._link.receive()
-                self._goodbye = message if isinstance(message, Goodbye) else None
+        await self._await_goodbye()
         if self._goodbye is not None and self._goodbye.reason is not None and text not in self._goodbye.reason:
             _log.error("node %d: node 0 says: %s", self._nodes.node, self._goodbye.reason)

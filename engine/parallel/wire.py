@@ -7,6 +7,7 @@ trusted network.
 from __future__ import annotations
 
 import contextlib
+import re
 import secrets
 import socket
 import struct
@@ -29,6 +30,7 @@ _INLINE_BYTES = _FIRST_BYTES - _LENGTH.size
 _MAX_HELLO_BYTES = 1 << 20
 # Idle engines stay up: who is gone is noticed by the connection's end or by missing beats.
 _FOR_EVER = timedelta(days=3650)
+_SOURCE = re.compile(r"^\[[^\]]*\]\s*")
 _HEARING = timedelta(seconds=2)
 
 
@@ -72,7 +74,7 @@ class Wire:
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._address)]
             self._gloo: Any = dist.ProcessGroupGloo(PrefixStore("nodes", store), self.node, self.num_nodes, options)
         except RuntimeError as error:
-            raise WorkerError(f"node-{self.node}", f"could not connect to the other nodes: {_first_line(error)}") from error
+            raise WorkerError(f"node-{self.node}", f"could not connect to the other nodes: {_brief(error)}") from error
 
     def send(self, node: int, message: bytes) -> None:
         """Raises ConnectionError where ``node`` is gone."""
@@ -152,7 +154,7 @@ class Wire:
             verdict = msgspec.json.decode(store.get("verdict"), type=Verdict)
             store.set(_heard_key(self.node), "")
         except RuntimeError as error:
-            reason = f"at {self._where()} ended, or did not find all nodes within start_timeout_s = {timeout_s:g} ({_first_line(error)})"
+            reason = f"at {self._where()} ended, or did not find all nodes within start_timeout_s = {timeout_s:g} ({_brief(error)})"
             raise WorkerError("node-0", reason) from None
         except msgspec.DecodeError as error:
             raise ConfigError(f"what answers at {self._where()} is no node 0 of this program: {error}") from None
@@ -209,9 +211,10 @@ def _connection() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise ConnectionError(_first_line(error)) from error
+        raise ConnectionError(_brief(error)) from error
 
 
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+def _brief(error: BaseException) -> str:
+    """What torch's error says first: the place in its source before that and the advice behind it are no help here."""
+    text = _SOURCE.sub("", str(error).strip()) or type(error).__name__
+    return text.splitlines()[0].partition(". ")[0]
