@@ -28,8 +28,6 @@ from engine.core.layout import parse_layout
 from engine.core.sharding import RankPlace
 from engine.core.specs import ModelSpec
 
-# What a rank that runs alone cannot show: the stand-ins' copies are no messages.
-_STAND_IN_COMPONENTS = ("dispatch", "combine", "all_reduce", "all_gather", "barrier_wait")
 # A component's errors are relative to itself, but what is less than this share of a step cannot spoil it.
 _LEAST_SHARE = 0.02
 _MAX_STEPS_PER_RUN = 200
@@ -58,6 +56,10 @@ class EngineRun(msgspec.Struct, frozen=True):
         return table_of(self.features)
 
 
+# Not components, but what a HeldOut may also be of: all components of a rank together, and a whole step of the engine.
+RANK, STEP = "rank", "step"
+
+
 @dataclass(frozen=True, slots=True)
 class Identity:
     """What a fit is of."""
@@ -75,7 +77,7 @@ class HeldOut:
     """One prediction of something the fit behind it had not seen, for the report."""
 
     layout: str
-    component: str  # "step" for whole steps
+    component: str  # or RANK, STEP
     tokens: float
     context_tokens: float
     measured_s: float
@@ -122,9 +124,9 @@ def _rank_fit(identity: Identity, spec: ModelSpec, points: Sequence[Point], held
     seconds = {name: np.zeros(len(points)) for name in work}
     for index, point in enumerate(points):
         for name, value in point.components.items():
-            if name not in _STAND_IN_COMPONENTS:
-                seconds[name if name in work else "other"][index] += value
+            seconds[name if name in work else "other"][index] += value
     components: dict[str, ComponentFit] = {}
+    unseen = np.zeros(len(points))
     for name, parts in work.items():
         if not seconds[name].any():
             continue
@@ -140,7 +142,10 @@ def _rank_fit(identity: Identity, spec: ModelSpec, points: Sequence[Point], held
             held_out_p90=float(np.quantile(errors, 0.9)),
             share=float(seconds[name].sum() / total.sum()),
         )
-        held_out += _held_out(first.layout, name, table, seconds[name], seconds[name] * np.exp(-fitted.held_out), weighty)
+        predicted = seconds[name] * np.exp(-fitted.held_out)
+        unseen += predicted
+        held_out += _held_out(first.layout, name, table, seconds[name], predicted, weighty)
+    held_out += _held_out(first.layout, RANK, table, total, unseen, np.ones(len(points), dtype=bool))
     hull = hull_features(table)
     return RankFit(
         layout=first.layout,
@@ -188,7 +193,7 @@ def _step_fit(fit: ModelFit, spec: ModelSpec, runs: Sequence[EngineRun], held_ou
         predicted = float(np.median(part.predicted(step)))
         table = part.table
         tokens, context = float(np.median(table.tokens.sum(axis=1))), float(np.median(table.context_tokens.sum(axis=1)))
-        held_out.append(HeldOut(first.layout, "step", tokens, context, run.median_s, predicted))
+        held_out.append(HeldOut(first.layout, STEP, tokens, context, run.median_s, predicted))
     return msgspec.structs.replace(whole, num_runs=len(runs))
 
 
@@ -237,9 +242,14 @@ def _fit_parts(plain: StepFit, parts: Sequence[_Parts]) -> StepFit:
 
 
 def _pooled(steps: Sequence[StepFit], held_out: Sequence[HeldOut]) -> tuple[StepFit, ...]:
-    """Conformal factors from the held-out runs of all layouts of the model: a dozen runs of one alone have no 5 % tail."""
-    whole = [entry for entry in held_out if entry.component == "step"]
-    low, high = conformal_bounds(
-        log_ratio(np.array([entry.measured_s for entry in whole]), np.array([entry.predicted_s for entry in whole]))
-    )
+    """Conformal factors, of all layouts of the model together: a dozen runs of one alone have no 5 % tail.
+
+    Runs are few and cover few shapes, shapes are many and know nothing of whole steps: the wider of the two bounds holds on each side.
+    """
+    bounds = []
+    for kind in (STEP, RANK):
+        chosen = [entry for entry in held_out if entry.component == kind]
+        measured, predicted = (np.array([getattr(entry, name) for entry in chosen]) for name in ("measured_s", "predicted_s"))
+        bounds.append(conformal_bounds(log_ratio(measured, predicted)))
+    low, high = min(one for one, _ in bounds), max(one for _, one in bounds)
     return tuple(msgspec.structs.replace(step, low_factor=low, high_factor=high) for step in steps)

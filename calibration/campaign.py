@@ -29,6 +29,7 @@ from engine.core.layout import parse_layout
 _ROOT = Path(__file__).resolve().parents[1]
 STEADY = 0.015  # relative standard error of a median below which a shape is not measured again
 _MAX_SAMPLES = 60
+_MANY_TOKENS = 64  # from here on a step's time goes by its tokens
 _EXIT_TIMEOUT_S = 10.0
 COLLECTIVE_SIZES = (8, 256, 1024, 4096, 16384, 65536, 262144, 1 << 20, 4 << 20)
 _NO_CACHE = CacheConfig(num_blocks=1, block_size=1, max_running=1, max_batched_tokens=1, context_length=2)
@@ -156,9 +157,9 @@ class PointFile:
             point = _merged(before, point)
         self.points[key] = point
 
-    def samples(self, point: Point) -> int:
-        key = (point.model, point.layout, point.cores, point.busy_neighbours, point.shape)
-        return len(self.points[key].forward_s) if key in self.points else 0
+    def total(self, point: Point) -> Point:
+        """Everything measured so far of the shape and rank that ``point`` is of."""
+        return self.points[(point.model, point.layout, point.cores, point.busy_neighbours, point.shape)]
 
 
 def _merged(one: Point, two: Point) -> Point:
@@ -188,26 +189,35 @@ def measure_ranks(
     label = f"{model} {first.layout} on {len(first.cores)} of {len(first.cores) * len(jobs)} cores"
     with measurers(jobs) as processes:
         begin_s = time.monotonic()
-        # A first look at everything: how long a step takes decides how often it is worth repeating.
-        open_shapes = list(shapes)
-        round_number = 0
-        while open_shapes and (round_number == 0 or time.monotonic() - begin_s < budget_s):
+        # The first round goes in the order given (corners first); how long steps take then decides which are worth repeating.
+        open_shapes, order, per_token_s = list(shapes), list(shapes), list[float]()
+        while order and time.monotonic() - begin_s < budget_s:
             probes.append(run_probe())
-            order = open_shapes if round_number == 0 else draw.sample(open_shapes, len(open_shapes))
-            done = []
             for shape in order:
                 left_s = budget_s - (time.monotonic() - begin_s)
                 if left_s <= 0:
                     break
+                if _is_too_long(shape, per_token_s, left_s):
+                    continue
                 point = _measure(processes, model, first, len(jobs) - 1, shape, num_ranks, left_s)
                 points.add(point)
-                key = (point.model, point.layout, point.cores, point.busy_neighbours, point.shape)
-                if _is_steady(points.points[key]):
-                    done.append(shape)
+                if shape.num_tokens >= _MANY_TOKENS:
+                    per_token_s.append(point.median_s / shape.num_tokens)
+                if _is_steady(points.total(point)):
+                    open_shapes.remove(shape)
                 progress(label, min(int(time.monotonic() - begin_s), int(budget_s)), int(budget_s))
-            open_shapes = [shape for shape in open_shapes if shape not in done]
-            round_number += 1
+            left_s = budget_s - (time.monotonic() - begin_s)
+            order = [shape for shape in draw.sample(open_shapes, len(open_shapes)) if not _is_too_long(shape, per_token_s, left_s)]
     probes.append(run_probe())
+
+
+def _is_too_long(shape: Shape, per_token_s: Sequence[float], left_s: float) -> bool:
+    """Whether measuring it once would take more than a fifth of the time that is left, by what the longer shapes took so far."""
+    if shape.num_tokens < _MANY_TOKENS:
+        return False
+    if not per_token_s:
+        return shape.num_tokens > 4 * _MANY_TOKENS
+    return 4 * shape.num_tokens * float(np.median(per_token_s)) > left_s / 5
 
 
 def _measure(processes: Measurers, model: str, job: Job, neighbours: int, shape: Shape, num_ranks: int, left_s: float) -> Point:

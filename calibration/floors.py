@@ -43,14 +43,32 @@ class Messages:
     bytes_each: Array
 
 
-Terms = dict[str, list[Term]]
+Terms = dict[str, list[Term]]  # by component
 
 
 def terms(spec: ModelSpec, place: RankPlace, table: FeatureTable, element_bytes: int, draft_tokens: int = 0) -> Terms:
     """Terms of every component that runs under ``place``, but for what ranks send each other (``messages``)."""
     if isinstance(spec, DenseSpec):
-        return _dense_terms(spec, place, table, element_bytes)
-    return _V41(spec, place, table, element_bytes, draft_tokens).terms()
+        found = _dense_terms(spec, place, table, element_bytes)
+    else:
+        found = _V41(spec, place, table, element_bytes, draft_tokens).terms()
+    return found | _packing_terms(spec, place, table)
+
+
+def _packing_terms(spec: ModelSpec, place: RankPlace, table: FeatureTable) -> Terms:
+    """A rank's own part of its collectives: copying rows together, adding up what came."""
+    layout, found = place.layout, Terms()
+
+    def packing(count: Array) -> list[Term]:
+        return [Term(LAUNCH, _some(count), 1.0, (), "host"), Term("rows", count, float(spec.hidden_size), ROW_KNOTS, "memory")]
+
+    if layout.tp > 1:
+        found["all_reduce"] = packing(_effective_rows(table, spec.num_layers))
+        found["all_gather"] = packing(table.emitting_rows)
+    if layout.dp > 1 and _expert_shape(spec) is not None:
+        everybody = np.broadcast_to(_effective_rows(table, spec.num_layers).sum(axis=1, keepdims=True), table.tokens.shape)
+        found["dispatch"], found["combine"] = packing(everybody), packing(everybody)
+    return found
 
 
 def _some(count: Array) -> Array:
@@ -292,9 +310,7 @@ def _expert_shape(spec: ModelSpec) -> tuple[int, int] | None:
     return None if spec.moe is None else (spec.moe.experts_per_token, spec.num_moe_layers)
 
 
-def _expert_messages(
-    spec: ModelSpec, place: RankPlace, table: FeatureTable, element_bytes: int, top_k: int, layers: int
-) -> list[Messages]:
+def _expert_messages(spec: ModelSpec, place: RankPlace, table: FeatureTable, element_bytes: int, top_k: int, layers: int) -> list[Messages]:
     others = place.num_ranks - 1
     mine = _effective_rows(table, layers) / place.layout.tp
     theirs = mine.sum(axis=1, keepdims=True) * place.layout.tp - mine

@@ -51,7 +51,7 @@ class StandInGroup(Group):
     def __init__(self, ranks: Sequence[int], rank: int) -> None:
         self.ranks, self.rank = tuple(ranks), rank
         self.index, self.size = self.ranks.index(rank), len(self.ranks)
-        self._is_nccl = False
+        self.is_nccl = False
 
     def start_all_to_all(self, kind: str, send: Tensor, send_rows: Sequence[int], receive_rows: Sequence[int]) -> Pending:  # noqa: ARG002
         count = sum(receive_rows)
