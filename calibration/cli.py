@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from engine.core.errors import ConfigError
+
 if TYPE_CHECKING:
     from calibration.points import PointTable
     from calibration.trace import KernelTable
@@ -56,12 +58,11 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 def run_import(arguments: argparse.Namespace) -> int:
     _require_libraries()
-    from calibration.errors import TraceError
     from calibration.importers.aic import PREFIX
     from calibration.trace import MAX_RANKS
 
     if arguments.rank is not None and not 0 <= arguments.rank < MAX_RANKS:
-        raise TraceError(f"--rank is {arguments.rank}; allowed: 0 to {MAX_RANKS - 1}")
+        raise ConfigError(f"--rank is {arguments.rank}; allowed: 0 to {MAX_RANKS - 1}")
     if any(name.startswith(PREFIX) for name in arguments.files):
         return _import_points(arguments)
 
@@ -91,14 +92,13 @@ def run_show(arguments: argparse.Namespace) -> int:
 
 def run_record(arguments: argparse.Namespace) -> int:
     _require_libraries()
-    from calibration.errors import TraceError
     from engine.device import resolve_device
 
     for name, value, high in (
         ("batch-size", arguments.batch_size, 4096), ("context", arguments.context, 1 << 20), ("new-tokens", arguments.new_tokens, 1 << 16),
     ):  # fmt: skip
         if not 1 <= value <= high:
-            raise TraceError(f"--{name} is {value}; allowed: 1 to {high}")
+            raise ConfigError(f"--{name} is {value}; allowed: 1 to {high}")
     from calibration.recorder import record_model
 
     recorder = record_model(
@@ -147,8 +147,6 @@ def _print_timers(path: Path, as_json: bool) -> None:
 
 
 def _require_libraries() -> None:
-    from engine.core.errors import ConfigError
-
     try:
         import ijson  # noqa: F401
         import numpy  # noqa: F401
@@ -158,12 +156,11 @@ def _require_libraries() -> None:
 
 
 def _import_points(arguments: argparse.Namespace) -> int:
-    from calibration.errors import TraceError
     from calibration.importers.aic import read_aic
     from calibration.points import write_points
 
     if len(arguments.files) > 1 or arguments.rules is not None or arguments.rank is not None:
-        raise TraceError("aic:SYSTEM/BACKEND stands alone: no other file, no --rules, no --rank")
+        raise ConfigError("aic:SYSTEM/BACKEND stands alone: no other file, no --rules, no --rank")
     table = read_aic(arguments.files[0])
     if arguments.out is not None:
         write_points(arguments.out, table)

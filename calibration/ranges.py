@@ -90,6 +90,16 @@ def innermost(timelines: dict[int, Timeline], tracks: Codes, instants: Floats) -
     return codes
 
 
+def join_ids(keys: NDArray[np.int64], wanted: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Index into ``keys`` of each wanted number, and whether it is there; 0 stands for "no number"."""
+    if not len(keys):
+        return np.zeros(len(wanted), dtype=np.int64), np.zeros(len(wanted), dtype=np.bool_)
+    order = np.argsort(keys, kind="stable")
+    place = np.minimum(np.searchsorted(keys[order], wanted), len(keys) - 1)
+    index = order[place]
+    return index, (keys[index] == wanted) & (wanted > 0)
+
+
 def _sweep(start: Floats, end: Floats, code: Codes) -> Timeline:
     order = np.lexsort((-end, start))
     edges: list[float] = []

@@ -33,6 +33,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from calibration.errors import TraceError
 from engine.core.cache_config import CacheConfig
+from engine.core.errors import ConfigError
 from engine.core.plan import RankPlan, StepPlan, StepResult
 from engine.core.request import Request
 from engine.core.sampling import SamplingParams
@@ -90,12 +91,12 @@ class Recorder:
         max_steps: int | None = None,
         environment: Mapping[str, Any] | None = None,
     ) -> None:
-        """Raises TraceError for a mode or number out of range, or a folder that holds a recording of this rank."""
+        """Raises ConfigError for a mode or number out of range."""
         if mode not in DEFAULT_STEPS:
-            raise TraceError(f"recording mode is {mode!r}; allowed: {', '.join(DEFAULT_STEPS)}")
+            raise ConfigError(f"recording mode is {mode!r}; allowed: {', '.join(DEFAULT_STEPS)}")
         self.max_steps = DEFAULT_STEPS[mode] if max_steps is None else max_steps
         if not 1 <= self.max_steps <= MAX_STEPS:
-            raise TraceError(f"a recording of {max_steps} steps; allowed: 1 to {MAX_STEPS}")
+            raise ConfigError(f"a recording of {max_steps} steps; allowed: 1 to {MAX_STEPS}")
         self.folder, self.mode, self.rank = folder, mode, rank
         self.trace_path = folder / f"trace.rank{rank}.json.gz"
         self.steps_path = folder / f"steps.rank{rank}.jsonl"

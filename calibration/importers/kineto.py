@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calibration.errors import TraceError
-from calibration.ranges import Ranges, component_code, innermost, pieces, step_of
+from calibration.ranges import Ranges, component_code, innermost, join_ids, pieces, step_of
 from calibration.storage import file_sha256
 from calibration.trace import MAX_KERNELS, MAX_RANKS, UNKNOWN_SHAPES, KernelRows, KernelTable, Names, Provenance
 from engine.core.specs import COMPONENTS
@@ -311,27 +311,17 @@ def _launches(
         (events.operators.external, external, events.operators.track, events.operators.start),
         (events.launch_correlation, correlation, events.launch_track, events.launch_start),
     ):
-        index, found = _join(np.array(keys, dtype=np.int64), wanted)
+        index, found = join_ids(np.array(keys, dtype=np.int64), wanted)
         track[found] = np.array(tracks, dtype=np.int64)[index[found]]
         start[found] = np.array(starts)[index[found]]
     return track, start
 
 
 def _shapes_by_external(events: _Events, external: NDArray[np.int64]) -> NDArray[np.int64]:
-    index, found = _join(np.array(events.operators.external, dtype=np.int64), external)
+    index, found = join_ids(np.array(events.operators.external, dtype=np.int64), external)
     shapes = np.zeros(len(external), dtype=np.int64)
     shapes[found] = np.array(events.operators.shapes, dtype=np.int64)[index[found]]
     return shapes
-
-
-def _join(keys: NDArray[np.int64], wanted: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Index into ``keys`` of each wanted number, and whether it is there; 0 stands for "no number"."""
-    if not len(keys):
-        return np.zeros(len(wanted), dtype=np.int64), np.zeros(len(wanted), dtype=np.bool_)
-    order = np.argsort(keys, kind="stable")
-    place = np.minimum(np.searchsorted(keys[order], wanted), len(keys) - 1)
-    index = order[place]
-    return index, (keys[index] == wanted) & (wanted > 0)
 
 
 def _outermost(start: NDArray[np.float64], end: NDArray[np.float64], track: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -7,18 +7,20 @@ around its launch, on the launching thread. A rank is a (process, device) pair, 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import numpy as np
+from numpy.typing import NDArray
 
 from calibration.errors import TraceError
-from calibration.ranges import Ranges, component_code, innermost, step_of
+from calibration.ranges import Ranges, component_code, innermost, join_ids, step_of
 from calibration.storage import file_sha256
-from calibration.trace import MAX_KERNELS, MAX_NAME_CHARS, KernelRows, KernelTable, Provenance
+from calibration.trace import MAX_KERNELS, MAX_NAME_CHARS, KernelRows, KernelTable, Names, Provenance
 from engine.core.specs import COMPONENTS
 
 SQLITE_MAGIC = b"SQLite format 3\x00"
@@ -60,7 +62,7 @@ class _Database:
         # Views and virtual tables would run whatever the file says; an export has neither.
         self.columns = {
             str(name): {str(row[1]) for row in database.execute(f"PRAGMA table_info({_quoted(str(name))})")}
-            for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND sql LIKE 'CREATE TABLE%'")
+            for (name,) in database.execute("SELECT name FROM sqlite_master WHERE sql LIKE 'CREATE TABLE%'")
         }
 
     def has(self, table: str, *columns: str) -> bool:
@@ -100,102 +102,118 @@ def _quoted(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
 
 
+class _Work:
+    """Kernels and copies, in 56 bytes each."""
+
+    def __init__(self) -> None:
+        self.start, self.end = array("q"), array("q")
+        self.process, self.device, self.stream = array("q"), array("q"), array("q")
+        self.correlation, self.name = array("q"), array("q")
+        self.names = Names("kernel names")
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    def add(self, database: _Database, table: str, row: Sequence[Any], name: str) -> None:
+        """``row``: start, end, process, device, stream, correlation, as the columns ``_WORK_COLUMNS`` of ``table``."""
+        begin, finish = database.span(table, row[0], row[1])
+        self.start.append(begin)
+        self.end.append(finish)
+        for column, value, of in zip((self.process, self.device, self.stream, self.correlation), row[2:6], _WORK_COLUMNS[2:], strict=True):
+            column.append(database.integer(value, table, of))
+        self.name.append(self.names.code(name))
+
+
+_WORK_COLUMNS = ("start", "end", "globalPid", "deviceId", "streamId", "correlationId")
+
+
 def _read(connection: sqlite3.Connection, path: Path, sha256: str, rank: int | None) -> KernelTable:
     database = _Database(connection, path)
-    database.need(KERNELS, "start", "end", "deviceId", "streamId", "correlationId", "globalPid", "demangledName")
+    database.need(KERNELS, *_WORK_COLUMNS, "demangledName")
     database.need(STRINGS, "id", "value")
     strings = {key: str(value)[:MAX_NAME_CHARS] for key, value in database.rows(STRINGS, ("id", "value"))}
-    work = [*_kernels(database, strings), *_copies(database)]
-    if not work:
+    work = _work(database, strings)
+    if not len(work):
         raise TraceError(f"{path} holds no kernels; record with --trace=cuda,nvtx (and --cuda-graph-trace=node)")
-    base = min(item[0] for item in work)
+    base = min(work.start)
     components, steps = _ranges(database, strings, base)
-    starts, tracks = _launches(database, [item[6] for item in work], [item[2] for item in work], base)
+    starts, tracks = _launches(database, work, base)
     codes = innermost(components.timelines(), tracks, starts)
     step_codes = steps.timeline().at(starts)
-    places = sorted({(item[2], item[3]) for item in work})
+    places = sorted(set(zip(work.process, work.device, strict=True)))
     if rank is not None and len(places) > 1:
         raise TraceError(f"{path} holds {len(places)} (process, device) pairs, each a rank of its own; leave --rank away")
     ranks = {place: index if rank is None else rank for index, place in enumerate(places)}
-    rows = KernelRows()
-    for index, (start, end, process, device, stream, name, _) in enumerate(work):
+    rows, names = KernelRows(), work.names.names
+    for index in range(len(work)):
+        device = work.device[index]
         rows.add(
-            start_s=(start - base) * _SCALE_S,
-            duration_s=(end - start) * _SCALE_S,
-            rank=ranks[process, device],
-            stream=f"gpu{device}/{stream}",
-            kernel=name,
+            start_s=(work.start[index] - base) * _SCALE_S,
+            duration_s=(work.end[index] - work.start[index]) * _SCALE_S,
+            rank=ranks[work.process[index], device],
+            stream=f"gpu{device}/{work.stream[index]}",
+            kernel=names[work.name[index]],
             step=int(step_codes[index]) - 1 if step_codes[index] else None,
             component=COMPONENTS[int(codes[index]) - 1] if codes[index] else None,
         )
     return rows.finish(Provenance(path.name, sha256, "nsys", device=_device(database)))
 
 
-_Work = tuple[int, int, int, int, int, str, int]  # start, end (ns), process, device, stream, name, correlation
-
-
-def _kernels(database: _Database, strings: dict[Any, str]) -> Iterator[_Work]:
-    columns = ("start", "end", "globalPid", "deviceId", "streamId", "correlationId", "demangledName")
-    for start, end, process, device, stream, correlation, name in database.rows(KERNELS, columns):
-        begin, finish = database.span(KERNELS, start, end)
-        numbers = [
-            database.integer(value, KERNELS, column)
-            for value, column in zip((process, device, stream, correlation), columns[2:], strict=False)
-        ]
-        yield begin, finish, numbers[0], numbers[1], numbers[2], strings.get(name, f"kernel {name!r:.40}"), numbers[3]
-
-
-def _copies(database: _Database) -> Iterator[_Work]:
-    columns = ("start", "end", "globalPid", "deviceId", "streamId", "correlationId")
+def _work(database: _Database, strings: dict[Any, str]) -> _Work:
+    work = _Work()
+    for *row, name in database.rows(KERNELS, (*_WORK_COLUMNS, "demangledName")):
+        work.add(database, KERNELS, row, strings.get(name, f"kernel {name!r:.40}"))
     for table, what in COPIES.items():
-        if not database.has(table, *columns):
-            continue
-        kind = ("copyKind",) if database.has(table, "copyKind") else ()
-        for start, end, process, device, stream, correlation, *copy_kind in database.rows(table, (*columns, *kind)):
-            begin, finish = database.span(table, start, end)
-            numbers = [
-                database.integer(value, table, column)
-                for value, column in zip((process, device, stream, correlation), columns[2:], strict=True)
-            ]
-            suffix = f" {COPY_KINDS.get(copy_kind[0], 'other')}" if copy_kind else ""
-            yield begin, finish, numbers[0], numbers[1], numbers[2], what + suffix, numbers[3]
+        if database.has(table, *_WORK_COLUMNS):
+            kind = ("copyKind",) if database.has(table, "copyKind") else ()
+            for copy in database.rows(table, (*_WORK_COLUMNS, *kind)):
+                work.add(database, table, copy[:6], f"{what} {COPY_KINDS.get(copy[6], 'other')}" if kind else what)
+    return work
 
 
 def _ranges(database: _Database, strings: dict[Any, str], base: int) -> tuple[Ranges, Ranges]:
     """Component and step ranges, by global thread id; times in ns from ``base``."""
     components, steps = Ranges(), Ranges()
-    columns = ("start", "end", "globalTid", "text", "eventType")
-    if not database.has(NVTX, *columns):
+    columns = ("start", "end", "globalTid", "text")
+    if not database.has(NVTX, *columns, "eventType"):
         return components, steps
     text_id = ("textId",) if database.has(NVTX, "textId") else ()
-    for start, end, thread, text, _, *named in database.rows(
-        NVTX, (*columns, *text_id), f"WHERE eventType IN {RANGE_TYPES} AND end IS NOT NULL"
-    ):
+    where = f"WHERE eventType IN {RANGE_TYPES} AND end IS NOT NULL"
+    for start, end, thread, text, *named in database.rows(NVTX, (*columns, *text_id), where):
         label = str(text if text is not None else strings.get(named[0] if named else None, ""))[:200]
         step, code = step_of(label), component_code(label)
         if step is None and not code:
             continue
         begin, finish = database.span(NVTX, start, end)
-        (components if step is None else steps).add(
-            database.integer(thread, NVTX, "globalTid"), begin - base, finish - base, code if step is None else step + 1
-        )
+        track = database.integer(thread, NVTX, "globalTid")
+        (components if step is None else steps).add(track, begin - base, finish - base, code if step is None else step + 1)
     return components, steps
 
 
-def _launches(database: _Database, correlations: list[int], processes: list[int], base: int) -> tuple[Any, Any]:
+def _launches(database: _Database, work: _Work, base: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """When (ns from ``base``) and on which thread each kernel was launched; NaN and -1, which no range holds, where that is unknown."""
-    starts, tracks = np.full(len(correlations), np.nan), np.full(len(correlations), -1, dtype=np.int64)
+    starts, tracks = np.full(len(work), np.nan), np.full(len(work), -1, dtype=np.int64)
     if not database.has(RUNTIME, "start", "globalTid", "correlationId"):
         return starts, tracks
-    wanted: dict[tuple[int, int], list[int]] = {}
-    for index, key in enumerate(zip(processes, correlations, strict=True)):
-        wanted.setdefault(key, []).append(index)
+    launch_start, launch_thread, launch_correlation = array("d"), array("q"), array("q")
     for start, thread, correlation in database.rows(RUNTIME, ("start", "globalTid", "correlationId")):
-        thread = database.integer(thread, RUNTIME, "globalTid")
-        for index in wanted.get((thread & ~_THREAD_MASK, correlation), ()):
-            starts[index] = database.integer(start, RUNTIME, "start") - base
-            tracks[index] = thread
+        launch_start.append(database.integer(start, RUNTIME, "start") - base)
+        launch_thread.append(database.integer(thread, RUNTIME, "globalTid"))
+        launch_correlation.append(database.integer(correlation, RUNTIME, "correlationId"))
+    threads = np.array(launch_thread, dtype=np.int64)
+    processes = np.unique(np.array(work.process, dtype=np.int64))
+    keys = _launch_ids(processes, threads & ~_THREAD_MASK, np.array(launch_correlation, dtype=np.int64))
+    wanted = _launch_ids(processes, np.array(work.process, dtype=np.int64), np.array(work.correlation, dtype=np.int64))
+    index, found = join_ids(keys, wanted)
+    starts[found], tracks[found] = np.array(launch_start)[index[found]], threads[index[found]]
     return starts, tracks
+
+
+def _launch_ids(processes: NDArray[np.int64], process: NDArray[np.int64], correlation: NDArray[np.int64]) -> NDArray[np.int64]:
+    """One number for a correlation of a process, 0 for a process without kernels or a correlation that is none."""
+    place = np.minimum(np.searchsorted(processes, process), len(processes) - 1)
+    known = (processes[place] == process) & (correlation > 0) & (correlation < 1 << 40)
+    return np.where(known, (place << 40) + correlation, 0)
 
 
 def _device(database: _Database) -> str | None:

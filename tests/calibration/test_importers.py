@@ -95,10 +95,33 @@ def test_kernels_of_a_graph_take_the_range_on_their_stream(tmp_path: Path) -> No
     assert list(table.step) == [1, 1]
 
 
+def test_nsys_processes_are_ranks_and_share_no_correlations(tmp_path: Path) -> None:
+    """A second process, late to the all-reduce by 30 us, with correlation numbers of the first one's kernels."""
+    path = write_nsys(tmp_path / "t.sqlite")
+    with sqlite3.connect(path) as database:
+        database.execute("DELETE FROM CUPTI_ACTIVITY_KIND_KERNEL")
+        database.execute("DELETE FROM NVTX_EVENTS")
+        database.execute("INSERT INTO StringIds VALUES (50, 'ncclDevKernel_AllReduce_Sum_bf16_RING_LL')")
+        for process, start, label in ((5, 1000, "draft"), (6, 1030, "lm_head")):
+            owner, thread = 0x1000000 * process, 0x1000000 * process + 77
+            row = (start * 1000, 1_100_000, process - 5, owner)
+            database.execute("INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (?, ?, ?, 1, 7, 90, ?, 50, 50)", row)
+            database.execute("INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (1200000, 1210000, ?, 1, 7, 91, ?, 0, 0)", row[2:])
+            database.execute("INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (50, 60, ?, 91, 0)", (thread,))
+            database.execute("INSERT INTO NVTX_EVENTS VALUES (0, 900, 59, ?, NULL, ?)", (label, thread))
+    database.close()
+    summary = summarise(read(path))
+    assert [rank.rank for rank in summary.ranks] == [0, 1]
+    assert [rank.peer_wait_s for rank in summary.ranks] == pytest.approx([30e-6, 0])
+    assert {name: time.count for name, time in summary.by_component.items()} == {"all_reduce": 2, "draft": 1, "lm_head": 1}
+
+
 def test_cpu_operators_and_what_their_ranges_leave(tmp_path: Path) -> None:
-    """A range of 100 us: an operator of 30 (with another inside), then an inner range of 20 without operators, then 10 of another."""
+    """A range of 100 us: an operator of 30 (with another inside), an inner range of 20, an operator of 10;
+    another inner range, of 5, begins with the outer one."""
     events = [
         event("user_annotation", "twinfer.step#0", 0, 200),
+        event("user_annotation", "router", 10, 5),
         event("user_annotation", "projection", 10, 100),
         event("cpu_op", "aten::linear", 20, 30, extra={"External id": 1, "Input Dims": [[8, 4]]}),
         event("cpu_op", "aten::addmm", 25, 20, extra={"External id": 2}),
@@ -108,7 +131,7 @@ def test_cpu_operators_and_what_their_ranges_leave(tmp_path: Path) -> None:
     ]
     table = read(write_kineto(tmp_path / "t.json", events))
     found = {name: time.seconds for name, time in summarise(table).by_component.items()}
-    assert found == pytest.approx({"projection": 80e-6, "norm": 20e-6, "sampler": 5e-6})
+    assert found == pytest.approx({"projection": 75e-6, "router": 5e-6, "norm": 20e-6, "sampler": 5e-6})
     names = [table.kernel_names[code] for code in table.kernel]
     assert "aten::addmm" not in names
     assert table.shape_names[table.shapes[names.index("aten::linear")]] == "[[8, 4]]"

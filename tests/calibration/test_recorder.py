@@ -17,6 +17,7 @@ from calibration.recorder import Recorder
 from calibration.replay import checked_replay
 from calibration.rules import load_rules
 from calibration.trace import Origin
+from engine.core.errors import ConfigError
 from engine.core.plan import PlanItem, RankPlan
 from engine.core.specs import COMPONENTS
 from engine.kernels.timing import component, timing
@@ -99,7 +100,7 @@ def test_a_recording_is_not_overwritten(tmp_path: Path) -> None:
     record(tmp_path / "rec", "timers", steps=1, max_steps=1)
     with pytest.raises(TraceError, match="already holds a recording of rank 3"):
         record(tmp_path / "rec", "timers", steps=1, max_steps=1)
-    with pytest.raises(TraceError, match="allowed: 1 to"):
+    with pytest.raises(ConfigError, match="allowed: 1 to"):
         Recorder(tmp_path, max_steps=0)
     (tmp_path / "file").write_text("")
     with pytest.raises(TraceError, match="cannot be written"):

@@ -61,6 +61,19 @@ def test_a_broken_file_is_one_line_and_leaves_what_was_there(tmp_path: Path, cap
     assert len(list(tmp_path.iterdir())) == 2
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [("import", "t.json", "--rank", "-1"), ("record", "tiny-v41", "--out", "d", "--batch-size", "0"), ("import",), ("show", "a", "b")],
+)
+def test_usage(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]) -> None:
+    try:
+        code = twinfer.main(["trace", *arguments])
+    except SystemExit as exit_of_argparse:
+        code = int(str(exit_of_argparse.code))
+    assert code == 2
+    assert capsys.readouterr().out == ""
+
+
 def test_out_into_a_folder_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = write_kineto(tmp_path / "t.json")
     assert twinfer.main(["trace", "import", str(trace), "--out", str(tmp_path / "no" / "t.parquet")]) == 1
@@ -74,7 +87,7 @@ def test_points(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
     assert found["num_points"] == 10
     assert found["ops"]["gemm"]["component"] == "projection"
     assert as_json(capsys, "show", str(out)) == found
-    assert twinfer.main(["trace", "import", "aic:gb300/sglang", "x.json"]) == 1
+    assert twinfer.main(["trace", "import", "aic:gb300/sglang", "x.json"]) == 2
     assert "stands alone" in capsys.readouterr().err
 
 
@@ -86,9 +99,9 @@ def test_points_without_the_package(capsys: pytest.CaptureFixture[str], monkeypa
 
 def test_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "rec"
-    small = ("--batch-size", "2", "--context", "6", "--new-tokens", "3", "--device", "cpu")
+    small = ("--batch-size", "1", "--context", "4", "--new-tokens", "2", "--device", "cpu")
     found = as_json(capsys, "record", "tiny-v41", "--out", str(folder), *small)
-    assert found["num_steps"] == 3
+    assert found["num_steps"] == 2
     assert {"attention.sparse", "expert_gemm", "indexer", "mhc", "lm_head"} <= set(found["by_component"])
     assert abs(found["replay"]["relative_error"]) < 0.02
     assert found["unclassified_share"] < 0.05
@@ -96,7 +109,7 @@ def test_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "environment.rank0.json", "kernels.parquet", "steps.rank0.jsonl", "trace.rank0.json.gz",
     ]  # fmt: skip
     timed = as_json(capsys, "record", "tiny-v41", "--out", str(tmp_path / "timers"), "--mode", "timers", *small)
-    assert timed["num_steps"] == 3
+    assert timed["num_steps"] == 2
     assert set(timed["by_component"]) == set(found["by_component"])
     assert twinfer.main(["trace", "record", "tiny-v41", "--out", str(folder), *small]) == 1
     assert "already holds a recording" in capsys.readouterr().err
