@@ -73,6 +73,7 @@ class Case(msgspec.Struct, frozen=True):
     draft_tokens: int = 0
     grouped: bool = False  # the grouped form of the expert products, which tiny experts do not get by themselves
     rebalance: dict[int, tuple[ExpertMap, ...]] = {}  # before which step, and the maps of all layers
+    routing: Routing = "model"
     fault: Fault | None = None
     timeout_s: float = TIMEOUT_S
 
@@ -87,7 +88,7 @@ class Outcome(msgspec.Struct, frozen=True):
     cache_bytes: int
     predicted_cache_bytes: int
     moved_experts: int
-    expert_counts: list[list[int]]
+    expert_counts: tuple[tuple[int, ...], ...]
     step_s: float  # median
 
 
@@ -124,7 +125,7 @@ class Replica:
         self.case = case
         self.place = msgspec.structs.replace(case.place, rank=rank) if groups else RankPlace(engram=case.place.engram)
         self.groups, self.store = groups, store
-        self.model = build_model(case.spec, groups, self.place)
+        self.model = build_model(case.spec, groups, self.place, case.routing)
         num_tails = 8 if case.spec.has_sequence_state else 0
         cache = msgspec.structs.replace(CACHE, max_draft_tokens=case.draft_tokens, num_tails=num_tails)
         self.scheduler = Scheduler(
@@ -174,7 +175,7 @@ class Replica:
         for event in events:
             if isinstance(event, TokensEmitted):
                 tokens[event.request].extend(event.tokens)
-        counters = self.model.take_counters()
+        counters = self.runner.take_counters()
         return Outcome(
             tokens=tokens,
             logprobs=logprobs,
@@ -185,7 +186,7 @@ class Replica:
             cache_bytes=self.runner.cache_bytes,
             predicted_cache_bytes=self.predicted.cache_bytes,
             moved_experts=moved,
-            expert_counts=self.model.take_expert_counts(),
+            expert_counts=self.runner.take_expert_counts(),
             step_s=sorted(times)[len(times) // 2],
         )
 

@@ -73,6 +73,8 @@ CASES: dict[int, list[Case]] = {
             "redundant, moved twice", place("1.2.2", redundant_experts=2, draft_redundant_experts=2), SPEC, JOBS, draft_tokens=3,
             rebalance={3: skewed_maps(SPEC, 2, 2), 6: skewed_maps(SPEC, 2, 2)[2:4] * 4 + skewed_maps(SPEC, 2, 2)[-2:]},
         ),
+        Case("balanced", place("1.2.2"), SPEC, JOBS, draft_tokens=3, routing="balanced"),
+        Case("imbalanced", place("1.2.2"), SPEC, LONELY, routing="imbalanced"),
         Case("dense tp2", place("2.1.1"), dense(BIASED), JOBS),
         Case("moe tp2ep2", place("2.1.2"), dense(MOE), JOBS),
         Case("moe dp2ep2", place("1.2.2"), dense(MOE), JOBS),
@@ -101,6 +103,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def test_tokens_and_probabilities_are_those_of_one_rank(served: list[tuple[Case, list[Outcome]]]) -> None:
     for case, ranks in served:
+        if case.routing != "model":
+            continue
         alone = Case("alone", RankPlace(), case.spec, case.jobs, case.draft_tokens, case.grouped)
         expected = witness(msgspec.json.encode(alone))
         for outcome in ranks:
@@ -154,7 +158,12 @@ def test_expert_counts_add_up(served: list[tuple[Case, list[Outcome]]]) -> None:
         totals = [sum(rank.expert_counts[0][expert] for rank in ranks) for expert in range(num_experts)]
         tokens = sum(rank.num_tokens for plan in ranks[0].plans for rank in plan.ranks)
         assert sum(totals) == tokens * 2, case.name  # experts a token
-        assert min(totals) > 0
+        if case.routing == "balanced":  # over the two ranks, in every step
+            assert sum(totals[: num_experts // 2]) == sum(totals[num_experts // 2 :])
+        elif case.routing == "imbalanced":
+            assert sum(totals[:2]) == sum(totals)
+        else:
+            assert min(totals) > 0
 
 
 def traffic(case: Case, rank: int, plan: StepPlan) -> dict[str, float]:
