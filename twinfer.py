@@ -63,7 +63,8 @@ def _read_spec(model: str) -> ModelSpec:
 
 def _run_steps(model: str, layout: str, loads: Sequence[tuple[int, int, int]], **options: Any) -> Sequence[Any]:
     """Calibration and engine meet here: whole steps of ``loads`` (batch, context, new tokens)."""
-    from engine.cli.step_runs import StepLoad, run_steps
+    from engine.cli.step_bench import StepLoad
+    from engine.cli.step_runs import run_steps
 
     return run_steps(model, layout, [StepLoad(*load) for load in loads], **options)
 
@@ -102,7 +103,8 @@ def _open_standard_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+            # The lowest free number, which is this one; child processes have it too.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:

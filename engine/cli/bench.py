@@ -3,15 +3,15 @@
 Two published ways of measuring. ``window``: requests of varied lengths keep every rank at its batch size; whole steps count while
 20 to 90 % of the requests are finished. ``first-batches``: one prompt repeated, about nine steps from the moment the batch is full.
 With ``--new-tokens 1`` the steps are prompt steps, otherwise decode steps with the prompts of newcomers mixed in.
+
+A published decode comparison, scaled down: --layout tp1dp2ep2 --batch-sizes 4,8 --context 2080 --shared-prefix 2048 --draft-tokens 3
+--forced-acceptance 2.25 --forced-routing balanced.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,10 +20,9 @@ import trio
 from engine.cli import bench_serve
 from engine.cli.bench_serve_output import ReportWriter
 from engine.cli.common import add_engine_arguments, follow_node_0, log, print_config, print_json, resolve_options, show_nodes
+from engine.cli.step_bench import Recording, StepLoad, StepRecorder, record_in, with_room
 from engine.core.errors import CapacityError, ConfigError, StoppedError
-from engine.core.events import Event, Finished
-from engine.core.plan import StepPlan, StepResult
-from engine.core.sampling import SamplingParams
+from engine.core.metrics import DraftCounts, percentile
 
 if TYPE_CHECKING:
     from engine.actors.config import EngineConfig
@@ -31,24 +30,31 @@ if TYPE_CHECKING:
     from engine.launch import Launch
 
 MAX_BATCH_SIZES = 64
-WINDOW_FINISHED_SHARES = (0.2, 0.9)
-WINDOW_REQUESTS_PER_SLOT = 6
-FIRST_BATCHES = 9
-WARM_UP_STEPS = 2
+MAX_LAYOUTS = 64
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], write_report: ReportWriter | None = None) -> None:
     parser = commands.add_parser("bench", help="measure the engine or a server", description="Measure the engine, or a server under load.")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    steps = actions.add_parser("steps", help="step times over batch sizes", description=__doc__, formatter_class=_Raw)
+    steps = actions.add_parser("steps", help="step times over layouts and batch sizes", description=__doc__, formatter_class=_Raw)
     steps.add_argument("model", metavar="MODEL")
     steps.add_argument("--batch-sizes", default="1,8,32", metavar="B[,B...]", help="requests per DP rank (default 1,8,32)")
-    steps.add_argument("--context", type=int, default=256, metavar="TOKENS", help="prompt length (default 256)")
+    steps.add_argument("--context", type=int, default=256, metavar="TOKENS", help="prompt length, the shared prefix included (default 256)")
+    steps.add_argument(
+        "--shared-prefix",
+        type=int,
+        default=0,
+        metavar="TOKENS",
+        help="so many tokens at the beginning of all prompts are the same, and in the prefix cache before the measurement; it finds whole "
+        "blocks of --block-size (default 0)",
+    )
     steps.add_argument(
         "--new-tokens", type=int, default=32, metavar="N", help="tokens generated per request; 1 measures prefill (default 32)"
     )
     steps.add_argument("--method", default="window", choices=("window", "first-batches"))
-    steps.add_argument("--components", action="store_true", help="time components too (a second, slower pass for the breakdown)")
+    steps.add_argument(
+        "--components", action="store_true", help="time components and count messages too (a second, slower pass for the breakdown)"
+    )
     add_engine_arguments(steps)
     steps.set_defaults(run=run)
     bench_serve.add_parser(actions, write_report)
@@ -66,33 +72,41 @@ def run(arguments: argparse.Namespace) -> int:
     for name, value, high in (("context", arguments.context, 1 << 24), ("new-tokens", arguments.new_tokens, 1 << 20)):
         if not 1 <= value <= high:
             raise ConfigError(f"--{name} is {value}; needed: an integer from 1 to {high}")
+    if not 0 <= arguments.shared_prefix < arguments.context:
+        raise ConfigError(f"--shared-prefix is {arguments.shared_prefix}; needed: from 0 to less than --context {arguments.context}")
+    if arguments.shared_prefix and options["disable_radix_cache"]:
+        raise ConfigError(
+            f"--shared-prefix is {arguments.shared_prefix}; it needs the prefix cache that --disable-radix-cache switches off"
+        )
+    layouts = options["layout"].split(",")
+    if len(layouts) > MAX_LAYOUTS:
+        raise ConfigError(f"--layout names {len(layouts)} layouts; allowed: at most {MAX_LAYOUTS}")
 
     from engine.launch import open_model, plan_launch
 
     model = open_model(arguments.model)
+    loads = [StepLoad(batch, arguments.context, arguments.new_tokens, arguments.method, arguments.shared_prefix) for batch in batch_sizes]
+    # Everything is planned before anything is measured: a layout that cannot work is not found out after an hour.
+    launches = []
+    for layout in layouts:
+        for load in loads:
+            sized = with_room(type(options)({**options.values, "layout": layout}, options.origins), load)
+            launches.append((load, plan_launch(sized, model.spec, arguments.model)))
+            _check_lengths(load, launches[-1][1])
     points: list[dict[str, Any]] = []
-    for batch in batch_sizes:
-        sized = with_room(options, batch, arguments.context + arguments.new_tokens)
-        launch = plan_launch(sized, model.spec, arguments.model)
+    for load, launch in launches:
         show_nodes(launch.config, arguments.log_level)
-        if arguments.context + arguments.new_tokens > launch.config.scheduler.context_tokens:
-            raise ConfigError(
-                f"--context {arguments.context} and --new-tokens {arguments.new_tokens} exceed the "
-                f"{launch.config.scheduler.context_tokens} tokens a request may have"
-            )
+        passes = (False, True) if arguments.components else (False,)
         if launch.config.is_follower:
-            for time_components in (False, True)[: 1 + arguments.components]:
-                follow_node_0(_config(launch, time_components))
+            for components in passes:
+                follow_node_0(_config(launch, components))
             continue
-        point = trio.run(_measure, launch, batch, arguments, False)
+        point = trio.run(_measure, launch, load, False)
         if arguments.components:
-            point["components"] = trio.run(_measure, launch, batch, arguments, True)["components"]
+            slower = trio.run(_measure, launch, load, True)
+            point |= {"components": slower["components"], "traffic": slower["traffic"]}
         points.append(point)
-        spread = f"p10 {point['step_p10_s'] * 1e3:.2f}, p90 {point['step_p90_s'] * 1e3:.2f}, n {point['n']}"
-        log(
-            f"batch {batch}: step {point['step_s'] * 1e3:.2f} ms ({spread}), forward {point['forward_s'] * 1e3:.2f} ms, "
-            f"{point['tokens_per_s']:.1f} tokens/s"
-        )
+        log(_line(point))
     if arguments.json and points:
         print_json({"model": model.spec.name, "layout": options["layout"], "points": points})
     return 0
@@ -108,185 +122,104 @@ def parse_batch_sizes(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def with_room(options: Any, batch: int, tokens_each: int) -> Any:
-    """The options with slots and KV for the batch, unless they were set by hand."""
-    values = dict(options.values)
-    if options.origins["max_running_requests"] == "default":
-        values["max_running_requests"] = batch
-    if values["max_total_tokens"] is None:
-        block = values["block_size"]
-        values["max_total_tokens"] = (batch + 1) * (-(-tokens_each // block) + 1) * block
-    if values["max_running_requests"] < batch:
-        raise ConfigError(f"--max-running-requests is {values['max_running_requests']}; the batch has {batch}")
-    return type(options)(values, options.origins)
+def _check_lengths(load: StepLoad, launch: Launch) -> None:
+    limit = launch.config.scheduler.context_tokens
+    if load.context + load.new_tokens > limit:
+        raise ConfigError(f"--context {load.context} and --new-tokens {load.new_tokens} exceed the {limit} tokens a request may have")
 
 
-class StepRecorder:
-    """An observer: the commit time of every step and how many requests were finished by then."""
-
-    def __init__(self) -> None:
-        self.commit_s: list[float] = []
-        self.results: list[StepResult] = []
-        self.plans: list[StepPlan] = []
-        self.num_finished: list[int] = []
-        self.finished = 0
-
-    def planned(self, plan: StepPlan, now_s: float) -> None: ...
-
-    def committed(self, plan: StepPlan, result: StepResult, now_s: float) -> None:
-        self.commit_s.append(now_s)
-        self.plans.append(plan)
-        self.results.append(result)
-        self.num_finished.append(self.finished)
-
-    def events(self, events: Sequence[Event]) -> None:
-        self.finished += sum(isinstance(event, Finished) for event in events)
+def _line(point: dict[str, Any]) -> str:
+    spread = f"p10 {point['step_p10_s'] * 1e3:.2f}, p90 {point['step_p90_s'] * 1e3:.2f}, n {point['n']}"
+    return (
+        f"{point['layout']}, batch {point['batch']}: step {point['step_s'] * 1e3:.2f} ms ({spread}), "
+        f"forward {point['forward_s'] * 1e3:.2f} ms, {point['tokens_per_s']:.1f} tokens/s"
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class Recording:
-    """Steps of one batch size, and which of them count."""
-
-    recorder: StepRecorder
-    chosen: list[int]
-
-    def step_s(self, index: int) -> float:
-        """From the commit before to this one."""
-        return self.recorder.commit_s[index] - self.recorder.commit_s[index - 1]
+def _config(launch: Launch, breakdown: bool) -> EngineConfig:
+    """For the breakdown the workers time their components and count their messages step by step."""
+    if not breakdown:
+        return launch.config
+    workers = tuple(msgspec.structs.replace(worker, time_components=True) for worker in launch.config.workers)
+    return msgspec.structs.replace(launch.config, workers=workers, report_steps=1)
 
 
-def _config(launch: Launch, time_components: bool) -> EngineConfig:
-    workers = tuple(msgspec.structs.replace(worker, time_components=time_components) for worker in launch.config.workers)
-    return msgspec.structs.replace(launch.config, workers=workers)
-
-
-async def record(launch: Launch, batch: int, arguments: argparse.Namespace, time_components: bool = False) -> Recording:
-    """Run the measurement. ``arguments`` names ``context``, ``new_tokens`` and ``method``. Raises ConfigError where no step counts."""
+async def _measure(launch: Launch, load: StepLoad, breakdown: bool) -> dict[str, Any]:
     from engine.actors.supervisor import open_engine
 
-    config = _config(launch, time_components)
     recorder, recording = StepRecorder(), None
     engine: Gateway | None = None
     try:
-        async with open_engine(config, None, handle_signals=True, observers=(recorder,)) as engine:
-            recording = await record_in(engine, recorder, launch, batch, arguments)
+        async with open_engine(_config(launch, breakdown), None, handle_signals=True, observers=(recorder,)) as engine:
+            recording = await record_in(engine, recorder, launch.config.scheduler.num_ranks, load)
     except (CapacityError, BaseExceptionGroup):
         if engine is None or engine.stop_signal is None:
             raise
     if engine.stop_signal is not None:  # half a measurement is none
         raise StoppedError(128 + engine.stop_signal)
     assert recording is not None
-    return recording
+    return _point(recording, load, launch)
 
 
-async def record_in(engine: Gateway, recorder: StepRecorder, launch: Launch, batch: int, arguments: argparse.Namespace) -> Recording:
-    """The same in an engine that is open, and that ``recorder`` observes; nothing else may run in it."""
+def _point(recording: Recording, load: StepLoad, launch: Launch) -> dict[str, Any]:
+    recorder, chosen, admitted = recording.recorder, recording.chosen, recording.admitted
     num_ranks = launch.config.scheduler.num_ranks
-    requests = _requests(arguments, batch * num_ranks, launch.spec.vocab_size)
-    await _warm_up(engine, launch.spec.vocab_size, arguments)
-    first = len(recorder.commit_s)
-    finished_before = recorder.finished
-    limiter = trio.CapacityLimiter(batch * num_ranks)
-    async with trio.open_nursery() as nursery:
-        for prompt, new_tokens in requests:
-            nursery.start_soon(_one, engine, prompt, new_tokens, limiter)
-    chosen = _chosen_steps(recorder, first, finished_before, len(requests), batch, arguments)
-    if not chosen and engine.stop_signal is None:
-        raise ConfigError("no whole step fell into the measured window; raise --new-tokens or the batch size")
-    return Recording(recorder, chosen)
-
-
-async def _measure(launch: Launch, batch: int, arguments: argparse.Namespace, time_components: bool) -> dict[str, Any]:
-    recording = await record(launch, batch, arguments, time_components)
-    return _point(recording, batch, arguments, launch.config.workers[0].layout)
-
-
-def _requests(arguments: argparse.Namespace, concurrency: int, vocab_size: int) -> list[tuple[tuple[int, ...], int]]:
-    """Prompts (as token ids) and output lengths, the same for the same arguments."""
-    draw = random.Random(concurrency)
-
-    def prompt(length: int) -> tuple[int, ...]:
-        return tuple(draw.randrange(vocab_size) for _ in range(length))
-
-    if arguments.method == "first-batches":
-        shared = prompt(arguments.context)
-        count = concurrency * (FIRST_BATCHES + WARM_UP_STEPS if arguments.new_tokens == 1 else 1)
-        # Distinct first tokens: the same work in every request, without a prefix hit that would skip it.
-        return [((*prompt(1), *shared[1:]), max(arguments.new_tokens, FIRST_BATCHES + WARM_UP_STEPS) if arguments.new_tokens > 1 else 1)
-                for _ in range(count)]  # fmt: skip
-    requests = []
-    for _ in range(max(concurrency * WINDOW_REQUESTS_PER_SLOT, 10)):
-        # Lengths uniform from 80 % of the nominal one up to it, as in the public closed-loop benchmarks; the means are reported.
-        length = max(1, round(arguments.context * draw.uniform(0.8, 1.0)))
-        new = arguments.new_tokens if arguments.new_tokens == 1 else max(2, round(arguments.new_tokens * draw.uniform(0.8, 1.0)))
-        requests.append((prompt(length), new))
-    return requests
-
-
-async def _one(engine: Gateway, prompt: tuple[int, ...], new_tokens: int, limiter: trio.CapacityLimiter) -> None:
-    from engine.actors.gateway import Generation
-
-    async with limiter:
-        params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
-        await engine.complete(Generation(prompt=prompt, params=params))
-
-
-async def _warm_up(engine: Gateway, vocab_size: int, arguments: argparse.Namespace) -> None:
-    from engine.actors.gateway import Generation
-
-    prompt = tuple(index % vocab_size for index in range(min(arguments.context, 32)))
-    await engine.complete(Generation(prompt=prompt, params=SamplingParams(max_tokens=WARM_UP_STEPS + 1, ignore_eos=True)))
-
-
-def _point(recording: Recording, batch: int, arguments: argparse.Namespace, layout: str) -> dict[str, Any]:
-    recorder, chosen = recording.recorder, recording.chosen
     steps_s = sorted(recording.step_s(index) for index in chosen)
     emitted = sum(len(item.tokens) for index in chosen for rank in recorder.results[index].ranks for item in rank.items)
     computed = sum(recorder.plans[index].num_tokens for index in chosen)
-    components: dict[str, list[float]] = {}
+    running = sum(len(rank.items) for index in chosen for rank in recorder.plans[index].ranks)
+    drafts = DraftCounts()
     for index in chosen:
-        for name, seconds in recorder.results[index].components:
-            components.setdefault(name, []).append(seconds)
+        drafts.add(recorder.verifications[index])
+    prompt_tokens = sum(event.num_prompt_tokens for event in admitted)
+    warm_up_steps = chosen[0]
     return {
-        "layout": layout,
-        "batch": batch,
-        "context": arguments.context,
-        "new_tokens": arguments.new_tokens,
-        "method": arguments.method,
+        "layout": launch.config.workers[0].layout,
+        "batch": load.batch,
+        "context": load.context,
+        "new_tokens": load.new_tokens,
+        "method": load.method,
         "step_s": statistics.median(steps_s),
-        "step_p10_s": _quantile(steps_s, 0.1),
-        "step_p90_s": _quantile(steps_s, 0.9),
+        "step_p10_s": percentile(steps_s, 0.1),
+        "step_p90_s": percentile(steps_s, 0.9),
         "n": len(steps_s),
         "forward_s": statistics.median(recorder.results[index].forward_s for index in chosen),
         "tokens_per_s": emitted / sum(steps_s),
         "computed_tokens_per_s": computed / sum(steps_s),
-        "components": {name: {"seconds": sum(values) / len(chosen)} for name, values in sorted(components.items())} or None,
+        "components": _components(recording),
+        "traffic": _traffic(recording),
+        "batch_mean": running / len(chosen) / num_ranks,
+        "tokens_per_s_per_user": emitted / sum(steps_s) / (load.batch * num_ranks),
+        "shared_prefix": load.shared_prefix,
+        "prefix_hit_rate": sum(event.num_cached_tokens for event in admitted) / prompt_tokens,
+        "prompt_tokens_mean": prompt_tokens / len(admitted),
+        "requests": len(admitted),
+        "draft_tokens": launch.config.scheduler.draft_tokens,
+        "drafts": drafts.summary() if drafts.num_verified_items else None,
+        "forced_acceptance": launch.config.workers[0].forced_acceptance,
+        "forced_routing": launch.config.workers[0].forced_routing,
+        "warm_up": {"steps": warm_up_steps, "seconds": recorder.commit_s[warm_up_steps - 1] - recorder.commit_s[0]},
     }
 
 
-def _chosen_steps(
-    recorder: StepRecorder, first: int, finished_before: int, num_requests: int, batch: int, arguments: argparse.Namespace
-) -> list[int]:
-    """Indices of the steps that count; the gap before a step belongs to it, so the very first one has none."""
-    later = range(first + 1, len(recorder.commit_s))
-    if arguments.method == "window":
-        low, high = WINDOW_FINISHED_SHARES
-        return [index for index in later if low <= (recorder.num_finished[index] - finished_before) / num_requests <= high]
-    if arguments.new_tokens == 1:
-        return list(later)[WARM_UP_STEPS - 1 :][:FIRST_BATCHES]
-    full = [index for index in later if _is_full_decode(recorder.plans[index], batch)]
-    return full[WARM_UP_STEPS:][:FIRST_BATCHES]
+def _components(recording: Recording) -> dict[str, dict[str, float]] | None:
+    """Mean seconds a step of the slowest rank, by component."""
+    seconds: dict[str, float] = {}
+    for index in recording.chosen:
+        for name, value in recording.recorder.results[index].components:
+            seconds[name] = seconds.get(name, 0.0) + value
+    return {name: {"seconds": value / len(recording.chosen)} for name, value in sorted(seconds.items())} or None
 
 
-def _is_full_decode(plan: StepPlan, batch: int) -> bool:
-    """All requests of rank 0 decode, none still computes its prompt."""
-    items = plan.ranks[0].items
-    return len(items) == batch and all(item.num_new_tokens == 1 + item.num_draft_tokens for item in items)
-
-
-def _quantile(ordered: Sequence[float], share: float) -> float:
-    """Linear interpolation between order statistics (the definition numpy calls ``linear``)."""
-    position = share * (len(ordered) - 1)
-    low = int(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+def _traffic(recording: Recording) -> dict[str, dict[str, float]] | None:
+    """Mean bytes and collectives a step, of all ranks together, by kind; None where the ranks did not tell after each step."""
+    totals: dict[str, tuple[int, int]] = {}
+    for index in recording.chosen:
+        counters = recording.recorder.results[index].counters
+        if counters is None:
+            return None
+        for kind, num_bytes, calls in counters.traffic:
+            before_bytes, before_calls = totals.get(kind, (0, 0))
+            totals[kind] = (before_bytes + num_bytes, before_calls + calls)
+    count = len(recording.chosen)
+    return {kind: {"bytes": num_bytes / count, "collectives": calls / count} for kind, (num_bytes, calls) in sorted(totals.items())}

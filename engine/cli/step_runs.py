@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -11,23 +10,13 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from engine.cli import bench
+from engine.cli.step_bench import StepLoad, StepRecorder, record_in, with_room
 from engine.config import ENGINE_OPTIONS
 from engine.core.plan import StepPlan
 from engine.options import resolve
 
 if TYPE_CHECKING:
     from engine.launch import Launch
-
-
-@dataclass(frozen=True, slots=True)
-class StepLoad:
-    """A closed loop as ``bench steps`` drives it: ``batch`` requests per DP rank."""
-
-    batch: int
-    context: int
-    new_tokens: int
-    method: str = "window"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,23 +45,21 @@ def run_steps(
 
     values = {"layout": layout, "draft_tokens": draft_tokens, "load_format": load_format, "dtype": dtype, "device": "cpu"}
     options = resolve(ENGINE_OPTIONS, values, os.environ, None)
-    batch = max(load.batch for load in loads)
-    tokens = max(load.context + load.new_tokens for load in loads)
+    largest = StepLoad(max(load.batch for load in loads), max(load.context for load in loads), max(load.new_tokens for load in loads))
     opened = open_model(model)
-    launch = plan_launch(bench.with_room(options, batch, tokens), opened.spec, model)
+    launch = plan_launch(with_room(options, largest), opened.spec, model)
     return trio.run(_run, launch, loads, time.monotonic() + budget_s, done)
 
 
 async def _run(launch: Launch, loads: Sequence[StepLoad], end_s: float, done: Callable[[StepRun], None] | None) -> list[StepRun]:
     from engine.actors.supervisor import open_engine
 
-    recorder, runs = bench.StepRecorder(), list[StepRun]()
+    recorder, runs = StepRecorder(), list[StepRun]()
     async with open_engine(launch.config, None, observers=(recorder,)) as engine:
         for load in loads:
             if runs and time.monotonic() > end_s:
                 break
-            arguments = argparse.Namespace(context=load.context, new_tokens=load.new_tokens, method=load.method)
-            recording = await bench.record_in(engine, recorder, launch, load.batch, arguments)
+            recording = await record_in(engine, recorder, launch.config.scheduler.num_ranks, load)
             chosen = recording.chosen
             run = StepRun(
                 load,
