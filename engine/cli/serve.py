@@ -7,7 +7,10 @@ requests finish, a second one ends them.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
+import os
+import sys
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -221,10 +224,20 @@ def _announce(setup: Setup, info: ServerInfo) -> None:
     if logs.is_json():
         _log.info("ready", extra={"fields": facts})
     else:
-        log(summary(info, setup.config, url, dict.fromkeys(route.path for route in ROUTES)))
+        with contextlib.suppress(OSError):  # nobody can read it, which is no reason not to serve
+            log(summary(info, setup.config, url, dict.fromkeys(route.path for route in ROUTES)))
     for text in warnings(info, setup.config):
         _log.warning("%s", text)
     if setup.launch.config.scheduler.clamp_warning:
         _log.warning("%s", setup.launch.config.scheduler.clamp_warning)
     if setup.as_json:
+        print_facts(facts)
+
+
+def print_facts(facts: dict[str, Any]) -> None:
+    """To stdout, or a warning where it takes nothing: clients are answered by now, and are served on."""
+    try:
         print_json(facts)
+    except OSError as error:
+        _log.warning("the facts of the start cannot be written to stdout: %s", error.strerror)
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - Python flushes the other one at the end, and would complain once more

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +24,9 @@ from engine.api.info import ServerInfo
 from engine.api.summary import summary, warnings
 from engine.cli import logs
 from engine.cli.progress import LoadProgress, Progress
+from engine.cli.serve import print_facts
 from engine.config import ENGINE_OPTIONS, SERVE_OPTIONS
-from tests.api.conftest import LiveServer, start_server
+from tests.api.conftest import ROOT, LiveServer, start_server
 
 KEY = "a-key-of-the-test"
 PROMPT = "a prompt that no log may hold"
@@ -262,3 +266,21 @@ def test_the_limit_on_open_files_bounds_the_connections(monkeypatch: pytest.Monk
 def test_ipv6() -> None:
     with server.bind("::1", 0) as bound:
         assert server.base_url(bound, ApiConfig(host="::1")) == f"http://[::1]:{bound.getsockname()[1]}"
+
+
+def test_a_standard_output_that_takes_nothing_is_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    full = open("/dev/full", "w")  # noqa: SIM115 - closing it fails
+    monkeypatch.setattr("sys.stdout", full)
+    print_facts({"url": "http://127.0.0.1:1"})
+    print("and later output goes nowhere")
+    assert "cannot be written to stdout: No space left on device" in caplog.text
+    with contextlib.suppress(OSError):
+        full.close()
+
+
+def test_standard_files_that_were_closed_are_there_for_child_processes_too() -> None:
+    """A file of number 2 that a child does not have is the first one it opens: a socket, say."""
+    child = "import os; [os.fstat(number) for number in range(3)]"
+    run_child = f"sys.exit(subprocess.run([sys.executable, '-c', {child!r}]).returncode)"
+    code = f"import subprocess, sys, twinfer; twinfer._open_standard_streams(); {run_child}"
+    assert subprocess.run(["sh", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, code], cwd=ROOT, check=False).returncode == 0
