@@ -21,7 +21,6 @@ from engine.core.errors import InvariantError
 from engine.core.expert_map import ExpertMap
 from engine.core.plan import ItemResult, PlanItem, RankPlan, RankResult, RequestId, SequenceStart, StepPeers, TokenLogprobs
 from engine.core.rank_counters import RankCounters
-from engine.core.rank_counters import RankCounters
 from engine.core.sampling import SamplingParams
 from engine.kernels.timing import ComponentTimer, component, timing
 from engine.model.base import DraftRequest, ForwardOutput, Model
@@ -163,10 +162,6 @@ class Runner:
         """What was counted since the last call; nothing on a rank that is alone."""
         choices = tuple(tuple(layer) for layer in self.model.take_expert_counts())
         return msgspec.structs.replace(self.model.take_counters(), expert_choices=choices)
-
-    def take_counters(self) -> RankCounters:
-        """What this rank sent to others and waited for since the last call."""
-        return self.model.take_counters()
 
     def rebalance(self, maps: Sequence[ExpertMap]) -> None:
         """Take up other expert placements, one a layer, between two steps; a collective of all ranks."""

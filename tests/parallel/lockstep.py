@@ -186,7 +186,7 @@ class Replica:
             cache_bytes=self.runner.cache_bytes,
             predicted_cache_bytes=self.predicted.cache_bytes,
             moved_experts=moved,
-            expert_counts=self.runner.take_expert_counts(),
+            expert_counts=counters.expert_choices,
             step_s=sorted(times)[len(times) // 2],
         )
 
