@@ -20,7 +20,7 @@ from torch import Tensor
 from calibration.shapes import BLOCK_SIZE, MARGIN, Collectives, Command, Failure, Job, Measure, Measured, Reply, Shape
 from engine.core.errors import TwinferError
 from engine.core.layout import parse_layout
-from engine.core.plan import PlanItem, RankPlan, SequenceStart, StepPeers, StepPlan, step_peers
+from engine.core.plan import PlanItem, RankPlan, SequenceStart, StepPlan, step_peers
 from engine.core.sampling import SamplingParams
 from engine.core.sharding import RankPlace
 from engine.kernels.timing import ComponentTimer
@@ -95,55 +95,79 @@ class Bench:
 
     def measure(self, command: Measure) -> Measured:
         shape, count = command.shape, command.warm_ups + 2 * command.repeats
-        started = self._start(shape, count)
+        advances = shape.kind == "decode"  # the others are computed anew each time, by new requests
+        requests: list[int] = []
         plain: list[float] = []
         timed: list[float] = []
         components: list[dict[str, float]] = []
         for index in range(count):
-            if index and shape.kind != "decode":  # prompts are computed anew, by other requests
-                started = self._start(shape, count)
-            plan, peers = self._plan(shape, started, index if shape.kind == "decode" else 0, index == 0, command.num_ranks)
+            begins = index == 0 or not advances
+            if begins:
+                self._forget(requests)
+                requests = self._register(shape, count if advances else 0)
+            starts = self._starts(shape, requests) if begins else {}
+            if starts and shape.draft_tokens:
+                self._prepare(shape, requests, starts, command.num_ranks)
+            plan = RankPlan(starts=tuple(starts.values()), items=self._items(shape, requests, index if advances else 0))
             with_timer = index >= command.warm_ups and (index - command.warm_ups) % 2 == 1
             self.runner.time_components(self.timer if with_timer else None)
-            begin_s = time.perf_counter()
-            self.runner.execute(self._step, plan, peers)
-            seconds = time.perf_counter() - begin_s
-            self._step += 1
+            seconds = self._execute(plan, command.num_ranks)
             if with_timer:
                 components.append(dict(self.timer.take()))
                 timed.append(seconds)
             elif index >= command.warm_ups:
                 plain.append(seconds)
-        for request in started:
-            self.runner.forget(request)
+        self._forget(requests)
         return Measured(tuple(plain), tuple(timed), tuple(components))
 
-    def _start(self, shape: Shape, count: int) -> list[int]:
-        """Register a request for every item, with a prompt as long as it will be read."""
-        size = self.runner.vocab_size
-        requests = []
+    def _execute(self, plan: RankPlan, num_ranks: int) -> float:
+        """Seconds of the step, in which the other data ranks have the same to do."""
+        peers = step_peers(StepPlan(0, (plan,) * num_ranks)) if self.place.num_ranks > 1 else None
+        begin_s = time.perf_counter()
+        self.runner.execute(self._step, plan, peers)
+        seconds = time.perf_counter() - begin_s
+        self._step += 1
+        return seconds
+
+    def _register(self, shape: Shape, margin: int) -> list[int]:
+        """A request for every item, with a prompt as long as it will be read."""
+        size, requests = self.runner.vocab_size, []
         for computed, new in shape.items:
             self._request += 1
-            prompt = self._draw.choices(range(size), k=computed + new + (count if shape.kind == "decode" else 0))
+            prompt = self._draw.choices(range(size), k=computed + new + margin)
             self.runner.register(self._request, prompt, SamplingParams(max_tokens=1 << 20, ignore_eos=True), seed=self._request)
             requests.append(self._request)
         return requests
 
-    def _plan(
-        self, shape: Shape, requests: Sequence[int], advanced: int, is_first: bool, num_ranks: int
-    ) -> tuple[RankPlan, StepPeers | None]:
-        items, starts, block = [], [], 0
-        drafts = shape.draft_tokens
+    def _forget(self, requests: Sequence[int]) -> None:
+        for request in requests:
+            self.runner.forget(request)
+
+    def _starts(self, shape: Shape, requests: Sequence[int]) -> dict[int, SequenceStart]:
+        """By slot; every item has blocks of its own."""
+        starts, block = {}, 0
         for slot, ((computed, new), request) in enumerate(zip(shape.items, requests, strict=True)):
-            decodes = new == 1 + drafts
-            items.append(PlanItem(slot, request, computed + advanced, new, drafts if decodes else 0, True))
             needed = -(-(computed + new + (MARGIN if shape.kind == "decode" else 0)) // BLOCK_SIZE)
-            if is_first or shape.kind != "decode":
-                starts.append(SequenceStart(slot, request, computed, tuple(range(block, block + needed))))
+            starts[slot] = SequenceStart(slot, request, computed, tuple(range(block, block + needed)))
             block += needed
-        plan = RankPlan(starts=tuple(starts), items=tuple(items))
-        peers = step_peers(StepPlan(0, (plan,) * num_ranks)) if self.place.num_ranks > 1 else None
-        return plan, peers
+        return starts
+
+    def _items(self, shape: Shape, requests: Sequence[int], advanced: int) -> tuple[PlanItem, ...]:
+        drafts = shape.draft_tokens
+        return tuple(
+            PlanItem(slot, request, computed + advanced, new, drafts if new == 1 + drafts else 0, True)
+            for slot, ((computed, new), request) in enumerate(zip(shape.items, requests, strict=True))
+        )
+
+    def _prepare(self, shape: Shape, requests: Sequence[int], starts: dict[int, SequenceStart], num_ranks: int) -> None:
+        """A step of one token each, whose drafts the measured one verifies; the sequences in it are started by it."""
+        items, first = [], []
+        for slot, ((computed, new), request) in enumerate(zip(shape.items, requests, strict=True)):
+            if new == 1 + shape.draft_tokens:
+                first.append(msgspec.structs.replace(starts.pop(slot), num_computed_tokens=computed - 1))
+                items.append(PlanItem(slot, request, computed - 1, 1, 0, True))
+        if items:
+            self._execute(RankPlan(starts=tuple(first), items=tuple(items)), num_ranks)
 
 
 def measure_collectives(groups: ParallelGroups, command: Collectives) -> Measured:

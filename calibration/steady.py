@@ -23,7 +23,7 @@ from engine.core.scheduler_config import SchedulerConfig
 
 Method = Literal["window", "first-batches"]
 WINDOW_FINISHED_SHARES = (0.2, 0.9)
-REQUESTS_PER_SLOT = 6
+REQUESTS_PER_SLOT = 10
 FIRST_BATCHES, WARM_UP_STEPS = 9, 2
 # Items planned in one simulated loop: beyond it fewer ranks, then fewer requests stand for all of them.
 MAX_ITEMS = 1_500_000

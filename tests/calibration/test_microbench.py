@@ -1,0 +1,120 @@
+"""The measuring processes: what they run is a rank's real work, and nothing of what they measured is lost. No assertion about speed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from calibration.assemble import EngineRun
+from calibration.calibrate import candidate_layouts, whole_loads
+from calibration.campaign import Point, PointFile, measure_ranks, measurers, rank_cores
+from calibration.features import table_of_plans
+from calibration.floors import terms
+from calibration.microbench import Bench
+from calibration.probe import Probe
+from calibration.shapes import Job, Measure, Shape, cache_for
+from engine.cli.step_bench import StepLoad
+from engine.cli.step_runs import run_steps
+from engine.core.errors import WorkerError
+from engine.core.features import features
+from engine.core.layout import parse_layout
+from engine.core.sharding import RankPlace
+from engine.core.specs import COMPONENTS, ModelSpec
+from engine.model.files import read_model_files
+from tests.calibration import synthetic
+
+SHAPES = [Shape(((40, 1), (30, 1))), Shape(((0, 20),)), Shape(((50, 1), (0, 12)))]
+
+
+def job_of(spec: ModelSpec, layout: str, model: str = "tiny-v41", drafts: int = 0) -> Job:
+    dtype = "float32" if model == "tiny-v41" else "bfloat16"
+    cache = cache_for(spec, [*SHAPES, Shape(((40, 4),), 3)], drafts)
+    return Job(model, dtype, layout, 0, rank_cores(1)[0], 1, cache, "random", stand_in=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [("tiny-v41", "tp1dp1ep1"), ("tiny-v41", "tp2dp1ep1"), ("tiny-v41", "tp1dp2ep2"), ("qwen3-moe-100m", "tp1dp2ep2")],
+)
+def test_a_rank_runs_alone_with_stand_ins_for_its_peers(model: str, layout: str) -> None:
+    """Every component it times is one the cost model has terms for."""
+    spec = read_model_files(model).spec
+    bench = Bench(job_of(spec, layout, model))
+    place = RankPlace(layout=parse_layout(layout).decode.unit)
+    seen: set[str] = set()
+    for shape in SHAPES:
+        found = bench.measure(Measure(shape, repeats=2, warm_ups=1, num_ranks=place.layout.dp))
+        assert len(found.forward_s) == len(found.timed_s) == len(found.components) == 2
+        for seconds, components in zip(found.timed_s, found.components, strict=True):
+            assert sum(components.values()) <= seconds
+            seen |= set(components)
+    table = table_of_plans([shape.plan(place.layout.dp) for shape in SHAPES], spec)
+    assert seen <= set(COMPONENTS)
+    if model == "tiny-v41":  # the dense family's parts are priced together
+        assert seen <= set(terms(spec, place, table, 4))
+
+
+def test_drafts_are_measured_where_asked_for() -> None:
+    spec = synthetic.tiny()
+    bench = Bench(job_of(spec, "tp1dp1ep1", drafts=3))
+    found = bench.measure(Measure(Shape(((40, 4),), 3), repeats=1, warm_ups=1, num_ranks=1))
+    assert found.components[0]["draft"] > 0
+
+
+def test_a_campaign_keeps_its_points_and_goes_on_from_them(tmp_path: Path) -> None:
+    spec, path, probes = synthetic.tiny(), tmp_path / "points", list[Probe]()
+    phases: list[str] = []
+    points = PointFile(path)
+    measure_ranks(
+        [job_of(spec, "tp1dp1ep1")], "tiny-v41", SHAPES[:1], 0.5, points, probes, lambda phase, _done, _total: phases.append(phase)
+    )
+    (point,) = points.points.values()
+    assert point.shape == SHAPES[0]
+    assert sum(point.components.values()) == pytest.approx(np.median(point.forward_s), rel=0.5)
+    assert len(probes) >= 2
+    assert set(phases) == {"tiny-v41 tp1dp1ep1 on 2 of 2 cores"} or len(set(phases)) == 1
+    with path.open("ab") as file:
+        file.write(b'{"model": "cut')
+    again = PointFile(path)
+    assert again.points == points.points
+    again.add(point)
+    assert len(again.total(point).forward_s) == 2 * len(point.forward_s)
+
+
+def test_points_of_a_shape_are_merged_by_their_samples() -> None:
+    points = PointFile(None)
+    first = Point("m", "tp1dp1ep1", 1, 0, SHAPES[0], (1.0, 1.0, 1.0), {"norm": 0.3})
+    points.add(first)
+    points.add(msgspec.structs.replace(first, forward_s=(2.0,), components={"norm": 0.7, "embed": 0.4}))
+    total = points.total(first)
+    assert total.forward_s == (1.0, 1.0, 1.0, 2.0)
+    assert total.components == pytest.approx({"norm": 0.4, "embed": 0.1})
+
+
+def test_a_measuring_process_that_fails_is_an_error() -> None:
+    job = msgspec.structs.replace(job_of(synthetic.tiny(), "tp1dp1ep1"), model="/nowhere")
+    with pytest.raises(WorkerError, match="/nowhere"), measurers([job]):
+        pass
+
+
+def test_whole_steps_come_with_their_plans() -> None:
+    runs = run_steps("tiny-v41", "tp1dp1ep1", [StepLoad(2, 12, 3), StepLoad(3, 10, 1)], budget_s=60)
+    spec = synthetic.tiny()
+    for run, tokens in zip(runs, (2, 10), strict=True):
+        assert len(run.plans) == len(run.step_s) == len(run.forward_s) > 0
+        assert all(step >= 0 and forward >= 0 for step, forward in zip(run.step_s, run.forward_s, strict=True))
+        rows = tuple(features(plan, spec) for plan in run.plans)
+        kept = EngineRun("m", "tp1dp1ep1", 2, 0, run.load.batch, 1, 1, "window", rows, tuple(run.step_s), tuple(run.forward_s))
+        assert max(kept.table().tokens[:, 0]) >= tokens
+
+
+def test_data_parallel_layouts_are_never_run_whole() -> None:
+    spec = synthetic.tiny()
+    ranks, whole = candidate_layouts(spec, 2)
+    assert [str(layout) for layout in ranks] == ["tp1dp1ep1", "tp2dp1ep1", "tp1dp2ep2"]
+    assert [str(layout) for layout in whole] == ["tp1dp1ep1", "tp2dp1ep1"]
+    assert [str(layout) for layout in candidate_layouts(spec, 1)[0]] == ["tp1dp1ep1"]
+    assert all(context <= 100 and batch <= 8 for batch, context, _ in whole_loads(8, 100) if batch != 12)
