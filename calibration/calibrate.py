@@ -26,6 +26,7 @@ from calibration.campaign import (
 from calibration.cost_model import ModelFit
 from calibration.probe import Probe, run_probe
 from calibration.shapes import Job, cache_for, shapes
+from calibration.steady import REQUESTS_PER_SLOT
 from engine.core.errors import ConfigError
 from engine.core.features import features
 from engine.core.layout import Layout
@@ -147,6 +148,18 @@ def whole_loads(max_batch: int, max_context: int) -> list[tuple[int, int, int]]:
     return [(batch, min(context, max_context), new) for batch, context, new in loads]
 
 
+def affordable(loads: Sequence[tuple[int, int, int]], points: Sequence[Point], limit_s: float) -> list[tuple[int, int, int]]:
+    """The loads, made smaller where their prompts alone would take more than ``limit_s``, by what prompts took so far."""
+    per_token_s = [point.median_s / point.shape.num_tokens for point in points if point.shape.kind == "prefill"]
+    typical_s = sorted(per_token_s)[len(per_token_s) // 2] if per_token_s else 0.0
+    found = []
+    for batch, context, new in loads:
+        while batch * context * REQUESTS_PER_SLOT * typical_s > limit_s and (batch > 2 or context > 16):
+            batch, context = (batch, context // 2) if context > 32 or batch == 1 else (batch // 2, context)
+        found.append((batch, max(8, context), new))
+    return list(dict.fromkeys(found))
+
+
 def measure(
     target: Target,
     *,
@@ -177,10 +190,10 @@ def measure(
         collectives = measure_collectives(target.name, 2, COLLECTIVE_SIZES, max(15, min(100, int(budget_s / 3))))
     runs: list[EngineRun] = []
     if run_steps is not None:
-        loads = whole_loads(max_batch, max_context)
+        share_s = budget_s * _STEP_SHARE / len(whole)
+        loads = affordable(whole_loads(max_batch, max_context), list(kept.points.values()), share_s / 5)
         for layout in whole:
             begin_s = time.monotonic()
-            share_s = budget_s * _STEP_SHARE / len(whole)
             found = run_steps(
                 target.name, str(layout), loads, budget_s=share_s, draft_tokens=target.draft_tokens,
                 load_format=target.load_format, dtype=target.dtype,
