@@ -67,7 +67,12 @@ RULES = (
         (*TENSORS, "engine.api", "engine.transfer", "calibration", "twin", "dashboards"),
         "only the worker may touch the model, and only cache.py the transfers",
         # worker_main is the worker's own process: what worker.py starts.
-        {"worker.py": TENSORS, "worker_main.py": TENSORS, "cache.py": ("engine.transfer",)},
+        {
+            "worker.py": TENSORS,
+            "worker_main.py": TENSORS,
+            "link_main.py": ("engine.parallel",),  # another node's ranks are reached over a process group
+            "cache.py": ("engine.transfer",),
+        },
     ),
     Rule(
         "engine/bench",

@@ -14,7 +14,7 @@ from engine.core.expert_map import ExpertMap, balanced_map, kept_in_place, rank_
 from engine.core.sharding import RankPlace, num_routed_experts
 from engine.core.specs import ModelSpec, V41Spec
 
-DEFAULT_WINDOW_REPORTS = 100
+DEFAULT_WINDOW_REPORTS = 4  # one alone would chase the prompts of the moment
 MIN_GAIN = 1.05  # moving weights pays only where the busiest rank gets noticeably less
 LEAST_CHOICES_PER_EXPERT = 8  # fewer in the window say nothing about an expert
 
