@@ -56,7 +56,7 @@ ENGINE_OPTIONS: tuple[Option, ...] = (
     Option("on-worker-death", str, "exit", "after a worker's death; its requests end with an error", choices=("exit", "restart")),
     Option("heartbeat-timeout", float, 10.0, "seconds without a sign of life before a worker counts as dead", low=0.1, high=3600),
     Option("step-timeout", float, 600.0, "seconds a step may take before its worker counts as hung", low=0.1, high=86400),
-    Option("collective-timeout", float, 60.0, "seconds a rank waits for its peers in a collective", low=0.1, high=86400),
+    Option("collective-timeout", float, 60.0, "seconds a rank waits for its peers in a collective; at most 0.8 of --step-timeout", low=0.1, high=86400),
     Option("start-timeout", float, 900.0, "seconds a worker may take to load", low=0.1, high=86400),
     Option("shutdown-timeout", float, 30.0, "seconds running requests get to finish after the first stop signal",
            ("--graceful-timeout",), low=0.0, high=86400),

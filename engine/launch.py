@@ -187,7 +187,8 @@ def _workers(
                 num_ranks=first.num_ranks,
                 data_rank=place.data_rank,
                 tensor_rank=place.tensor_rank,
-                collective_timeout_s=options["collective_timeout"],
+                # A rank that waits in vain says whom it waits for; the parent, at the end of the step's time, does not know.
+                collective_timeout_s=min(options["collective_timeout"], 0.8 * options["step_timeout"]),
                 cpu_cores=tuple(cores[local * share : (local + 1) * share]) if apart else (),
                 load_format=options["load_format"],
                 random_seed=options["random_seed"] or 0,
