@@ -244,7 +244,8 @@ class CalibratedCost:
         outside = self._outside(table)
         low, high = self._bounds(outside)
         provenance = {name: self._provenance(name) for name in components}
-        return PricedTable(step_s, step_s * low, step_s * high, components, provenance, outside > 0, self._note())
+        extrapolated = (outside > 0) | (self.layout.num_gpus > self.fit.num_cores)
+        return PricedTable(step_s, step_s * low, step_s * high, components, provenance, extrapolated, self._note())
 
     def _before_engram(self, components: Mapping[str, Array]) -> Array:
         """Time of the layers before the first that needs Engram's rows."""
@@ -284,6 +285,8 @@ class CalibratedCost:
             notes.append(f"rank shape of {self.rank_fit.layout}, by FLOP and bytes")
         if not self.is_own_step:
             notes.append(f"whole steps of {self.step_fit.layout}" if self.step_fit.num_runs else "no whole step measured")
+        if self.layout.num_gpus > self.fit.num_cores:
+            notes.append(f"{self.layout.num_gpus} ranks as if each had a core of its own; {self.fit.num_cores} cores were measured")
         probe = self.probe
         if probe != ProbeFactors():
             notes.append(f"speed probe: compute x{probe.compute:.2f}, memory x{probe.memory:.2f}, host x{probe.host:.2f} of calibration")

@@ -18,6 +18,7 @@ from calibration.cost_model import CalibratedCost, ModelFit, PricedTable, ProbeF
 from calibration.features import table_of_plans
 from calibration.steady import Load, Method, closed_loop, reduced
 from engine.core.cache_config import CacheConfig
+from engine.core.errors import ConfigError
 from engine.core.layout import Deployment
 from engine.core.memory import held_weight_bytes, plan_memory
 from engine.core.sharding import EngramPlacement, RankPlace
@@ -66,6 +67,8 @@ def predict_point(
     fit: ModelFit, question: Question, deployment: Deployment, batch: int, probe: ProbeFactors | None = None
 ) -> dict[str, Any]:
     """One entry of ``points[]``. Raises DomainError where the calibration cannot say, ConfigError for a layout that cannot be."""
+    if deployment.prefill is not None:
+        raise ConfigError(f"layout {deployment}: predict prices one kind of replica; ask for the prefill and the decode layout apart")
     layout = deployment.decode.unit
     cost = CalibratedCost(fit, question.spec, layout, probe=probe, engram=question.engram, draft_tokens=question.draft_tokens)
     load, stands_for = reduced(question.load(batch, layout.dp))

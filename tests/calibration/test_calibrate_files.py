@@ -227,6 +227,15 @@ def test_a_point_is_the_median_of_the_loops_prices(fit: ModelFit, spec: ModelSpe
     assert point["tokens_per_s_per_gpu"] * unit.num_gpus == pytest.approx(point["tokens_per_s_per_user"] * 5 * unit.dp)
 
 
+def test_more_ranks_than_cores_are_an_extrapolation(fit: ModelFit, spec: ModelSpec) -> None:
+    question = Question(spec, context=60, new_tokens=8)
+    two, four = (predict_point(fit, question, parse_layout(f"tp1dp{ranks}ep{ranks}"), 4) for ranks in (2, 4))
+    assert not two["extrapolated"]
+    assert four["extrapolated"]
+    assert "4 ranks as if each had a core of its own" in four["note"]
+    assert four["hi_s"] / four["lo_s"] > two["hi_s"] / two["lo_s"]
+
+
 def test_memory_is_told_apart_and_adds_up(fit: ModelFit, spec: ModelSpec) -> None:
     def memory(**options: Any) -> dict[str, int]:
         question = Question(spec, context=100, new_tokens=16, memory_bytes=1 << 30, **options)
@@ -289,6 +298,7 @@ def test_the_probe_is_run_unless_switched_off(written: Path, capsys: pytest.Capt
     [
         (("--batch-sizes", "0"), "--batch-sizes is '0'"),
         (("--layout", "tp3dp1ep1"), "num_attention_heads"),
+        (("--layout", "P1x(tp1dp1ep1)+D1x(tp1dp2ep2)"), "one kind of replica"),
         (("--acceptance", "1.0"), "--acceptance is 1.0"),
         (("--draft-tokens", "3"), "calibrated with 0 draft tokens"),
         (("--context", "0"), "--context is 0"),
