@@ -163,6 +163,13 @@ async def test_restarts_meet_anew_and_give_the_same_tokens(folder: Path) -> None
     assert list((folder / "meetings").iterdir()) == []
 
 
+def test_a_rank_gives_up_waiting_before_the_step_is_given_up() -> None:
+    """Else the parent is the first to give up, and does not know which rank the others wait for."""
+    for step_timeout, expected_s in ((10.0, 8.0), (600.0, 60.0)):
+        config = engine_config("tiny-v41", layout=DATA, step_timeout=step_timeout)
+        assert {worker.collective_timeout_s for worker in config.workers} == {expected_s}
+
+
 # -- at the start -------------------------------------------------------------------------------------------------------------
 
 
