@@ -105,10 +105,10 @@ class Client:
             raise _Failure("error_event", f"the finish reason is {piece.finish}")
 
 
-async def bounded_body(response: httpx.Response) -> bytes:
+async def bounded_body(response: httpx.Response, limit_bytes: int = MAX_ERROR_BODY_BYTES) -> bytes:
     body = b""
     async for chunk in response.aiter_raw():
         body += chunk
-        if len(body) > MAX_ERROR_BODY_BYTES:
+        if len(body) > limit_bytes:
             break
-    return body[:MAX_ERROR_BODY_BYTES]
+    return body[:limit_bytes]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -12,6 +12,8 @@ from engine.core.events import FinishReason
 
 EndpointName = Literal["chat", "completions", "responses"]
 Prompt = str | list[int] | list[dict[str, Any]]
+# What a server says it counted: there is an entry of ours for each token.
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 24)]
 
 
 class Piece(msgspec.Struct, gc=False):
@@ -84,12 +86,12 @@ def _is_there(value: msgspec.Raw) -> bool:
 
 
 class _Cached(msgspec.Struct, gc=False):
-    cached_tokens: int | None = None
+    cached_tokens: _Count | None = None
 
 
 class _Usage(msgspec.Struct, gc=False):
-    prompt_tokens: int = 0
-    completion_tokens: int | None = 0
+    prompt_tokens: _Count = 0
+    completion_tokens: _Count | None = 0
     prompt_tokens_details: _Cached | None = None
 
 
@@ -162,8 +164,8 @@ def error_text(body: bytes) -> str:
 
 
 class _ResponseUsage(msgspec.Struct, gc=False):
-    input_tokens: int = 0
-    output_tokens: int = 0
+    input_tokens: _Count = 0
+    output_tokens: _Count = 0
     input_tokens_details: _Cached | None = None
 
 

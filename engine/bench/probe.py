@@ -6,11 +6,14 @@ from typing import Any
 
 import httpx
 import msgspec
+import trio
 
+from engine.bench.client import bounded_body
 from engine.bench.prompts import MIN_SINGLE_WORDS, PromptMaker, single_token_words
 from engine.core.errors import TwinferError
 
 PROBE_TIMEOUT_S = 10.0
+MAX_ANSWER_BYTES = 1 << 20
 
 
 async def first_model(http: httpx.AsyncClient) -> str:
@@ -24,18 +27,23 @@ async def first_model(http: httpx.AsyncClient) -> str:
 
 
 async def ask(http: httpx.AsyncClient, method: str, path: str, body: object = None) -> Any:
-    """A small JSON question. Raises TwinferError that says what came instead of an answer."""
+    """A small JSON question. Raises TwinferError that says what came instead of an answer, and where it did not come in time."""
+    content = None if body is None else msgspec.json.encode(body)
+    url = _url(http, path)
+    with trio.move_on_after(PROBE_TIMEOUT_S) as deadline:
+        try:
+            async with http.stream(method, path, content=content, timeout=PROBE_TIMEOUT_S) as response:
+                answer = await bounded_body(response, MAX_ANSWER_BYTES)
+        except httpx.HTTPError as error:
+            raise TwinferError(f"{url}: {error or type(error).__name__}; is the server running?") from None
+    if deadline.cancelled_caught:
+        raise TwinferError(f"{url}: no whole answer within {PROBE_TIMEOUT_S:g} s")
+    if response.status_code != 200:
+        raise TwinferError(f"{url} answered {response.status_code}: {answer[:200].decode('utf-8', 'replace')}")
     try:
-        content = None if body is None else msgspec.json.encode(body)
-        answer = await http.request(method, path, content=content, timeout=PROBE_TIMEOUT_S)
-    except httpx.HTTPError as error:
-        raise TwinferError(f"{_url(http, path)}: {error or type(error).__name__}; is the server running?") from None
-    if answer.status_code != 200:
-        raise TwinferError(f"{_url(http, path)} answered {answer.status_code}: {answer.text[:200]}")
-    try:
-        return msgspec.json.decode(answer.content)
-    except msgspec.DecodeError:
-        raise TwinferError(f"{_url(http, path)} answered something else than JSON") from None
+        return msgspec.json.decode(answer)
+    except (msgspec.DecodeError, RecursionError):
+        raise TwinferError(f"{url} answered something else than JSON, or too much of it") from None
 
 
 async def make_prompts(http: httpx.AsyncClient, model: str, endpoint: str, seed: int) -> PromptMaker:
@@ -43,7 +51,9 @@ async def make_prompts(http: httpx.AsyncClient, model: str, endpoint: str, seed:
 
     async def count(text: str) -> int:
         answer = await ask(http, "POST", "/tokenize", {"model": model, "prompt": text, "add_special_tokens": False})
-        number = answer.get("count", len(answer.get("tokens", ()))) if isinstance(answer, dict) else 0
+        number = answer.get("count") if isinstance(answer, dict) else None
+        if number is None and isinstance(answer, dict) and isinstance(answer.get("tokens"), list):
+            number = len(answer["tokens"])
         if not isinstance(number, int) or number < 1:
             raise TwinferError("/tokenize counts no tokens")
         return number

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import gzip
 from typing import Any
 
 import pytest
 import trio
 import trio.testing
 
+from engine.bench import probe
 from engine.bench.client import Client, Prepared
 from engine.bench.endpoints import ENDPOINTS, Asked
 from engine.bench.record import RequestRecord
 from engine.bench.runner import make_http
 from engine.bench.workload import Work
+from engine.core.errors import TwinferError
 from tests.bench.fake_server import (
     CUT,
     DONE,
@@ -129,6 +133,9 @@ def frames(*parts: bytes) -> list[bytes]:
         ([*frames(b"data: {not json\n\n"), END], "malformed", "/v1/chat/completions", 0),
         ([*frames(b'data: {"choices": 3}\n\n'), END], "malformed", "/v1/chat/completions", 0),
         ([*frames(b"data: \xff\xfe\n\n"), END], "malformed", "/v1/chat/completions", 0),
+        (stream(chat_chunk("a"), {"choices": [], "usage": usage(5, -1)}), "malformed", "completion_tokens", 1),
+        (stream(chat_chunk("a"), {"choices": [], "usage": usage(-5, 1)}), "malformed", "prompt_tokens", 1),
+        (stream(chat_chunk("a"), {"choices": [], "usage": usage(5, 10**18)}), "malformed", "completion_tokens", 1),
     ],
 )
 async def test_what_goes_wrong_is_an_error_of_its_kind(answer: Answer, error: str, text: str, tokens: int) -> None:
@@ -202,3 +209,34 @@ async def test_reads_may_be_cut_anywhere() -> None:
     pieces = await send([*frames(*(text[index : index + 1] for index in range(len(text)))), END])
     assert whole.metrics.num_output_tokens == pieces.metrics.num_output_tokens == 2
     assert whole.error is pieces.error is None
+
+
+@pytest.mark.parametrize(
+    ("head", "part", "reason"),
+    [
+        (b"content-type: application/json\r\n", b"", "no whole answer within 0.3 s"),
+        (b"content-type: application/json\r\n", b" ", "no whole answer within 0.3 s"),
+        (b"content-type: application/json\r\n", b" " * 65536, "something else than JSON, or too much of it"),
+        (b"content-encoding: gzip\r\n", gzip.compress(b'{"data": [{"id": "a"}]}') + b" " * 65536, "something else than JSON"),
+    ],
+)
+async def test_a_question_has_an_end(head: bytes, part: bytes, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a server makes of a small question: an answer that goes on for ever, or grows without bound."""
+    monkeypatch.setattr(probe, "PROBE_TIMEOUT_S", 0.3)
+
+    async def answer(client: trio.SocketStream) -> None:
+        with contextlib.suppress(trio.BrokenResourceError):
+            await client.receive_some(65536)
+            await client.send_all(b"HTTP/1.1 200 OK\r\n" + head + b"\r\n")
+            while True:
+                await client.send_all(part)
+                await trio.sleep(0 if len(part) > 1 else 0.05)
+
+    async with trio.open_nursery() as nursery:
+        (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        nursery.start_soon(trio.serve_listeners, answer, [listener])
+        url = f"http://127.0.0.1:{listener.socket.getsockname()[1]}"
+        async with make_http(url, None, 1) as http:
+            with trio.fail_after(10), pytest.raises(TwinferError, match=reason):
+                await probe.first_model(http)
+        nursery.cancel_scope.cancel()
