@@ -29,7 +29,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="twinfer",
         description="A real LLM inference engine built from trio actors, and its digital twin.",
-        epilog="Exit codes: 0 ok, 1 fault, 2 usage, 130 interrupted, 143 terminated.",
+        epilog="Exit codes: 0 ok, 1 fault, 2 usage, 3 SLO not met, 130 interrupted, 143 terminated.",
     )
     parser.add_argument("--version", action="version", version=f"twinfer {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
