@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from calibration.probe import Probe, run_probe
-from calibration.shapes import MARGIN, Collectives, Command, Failure, Job, Measure, Measured, Reply, Shape
+from calibration.shapes import Collectives, Command, Failure, Job, Measure, Measured, Reply, Shape
 from engine.core.cache_config import CacheConfig
 from engine.core.errors import ConfigError, WorkerError
 from engine.core.layout import parse_layout
@@ -190,7 +190,7 @@ def measure_ranks(
     with measurers(jobs) as processes:
         begin_s = time.monotonic()
         # The first round goes in the order given (corners first); how long steps take then decides which are worth repeating.
-        open_shapes, order, per_token_s = list(shapes), list(shapes), list[float]()
+        open_shapes, order, per_token_s, known = list(shapes), list(shapes), list[float](), dict[Shape, float]()
         while order and time.monotonic() - begin_s < budget_s:
             probes.append(run_probe())
             for shape in order:
@@ -199,8 +199,9 @@ def measure_ranks(
                     break
                 if _is_too_long(shape, per_token_s, left_s):
                     continue
-                point = _measure(processes, model, first, len(jobs) - 1, shape, num_ranks, left_s)
+                point = _measure(processes, model, first, len(jobs) - 1, shape, num_ranks, _repeats(known.get(shape)))
                 points.add(point)
+                known[shape] = point.median_s
                 if shape.num_tokens >= _MANY_TOKENS:
                     per_token_s.append(point.median_s / shape.num_tokens)
                 if _is_steady(points.total(point)):
@@ -220,16 +221,16 @@ def _is_too_long(shape: Shape, per_token_s: Sequence[float], left_s: float) -> b
     return 4 * shape.num_tokens * float(np.median(per_token_s)) > left_s / 5
 
 
-def _measure(processes: Measurers, model: str, job: Job, neighbours: int, shape: Shape, num_ranks: int, left_s: float) -> Point:
-    replies = processes.ask(Measure(shape, repeats=1 if shape.num_tokens > 256 else 3, warm_ups=1, num_ranks=num_ranks))
+def _repeats(step_s: float | None) -> int:
+    """Plain executions in one go: little at first, then more of short steps, which are cheap and noisy."""
+    if step_s is None:
+        return 2
+    return 1 if step_s > 0.2 else 3 if step_s > 0.05 else 8
+
+
+def _measure(processes: Measurers, model: str, job: Job, neighbours: int, shape: Shape, num_ranks: int, repeats: int) -> Point:
+    replies = processes.ask(Measure(shape, repeats=repeats, warm_ups=1, num_ranks=num_ranks))
     plain = np.mean([reply.forward_s for reply in replies], axis=0)
-    if plain[0] < min(0.05, left_s / 50):  # short steps are cheap to repeat, and noisy
-        more = processes.ask(Measure(shape, repeats=min(8, (MARGIN - 1) // 2), warm_ups=1, num_ranks=num_ranks))
-        plain = np.concatenate((plain, np.mean([reply.forward_s for reply in more], axis=0)))
-        replies = [
-            Measured((*one.forward_s, *two.forward_s), (*one.timed_s, *two.timed_s), (*one.components, *two.components))
-            for one, two in zip(replies, more, strict=True)
-        ]
     names = dict.fromkeys(name for reply in replies for components in reply.components for name in components)
     # Medians of each component, together as long as a step without timers.
     medians = {

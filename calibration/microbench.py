@@ -225,4 +225,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    # Not sys.exit: threads of a numeric library may hold up the interpreter's own end.
+    os._exit(code)

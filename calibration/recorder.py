@@ -11,12 +11,13 @@ steps. Both end by themselves after ``max_steps``. A worker holds one Recorder a
     runner.time_components(recorder.timer)
     recorder.start()
     with recorder.step(number, plan): runner.execute(number, plan, peers)      # for every step; does nothing once it is through
-    recorder.stop()                                                            # at the end, also early
+    recorder.stop()                                                            # at the end, also early: writes the trace
+
+A disk that takes no more ends the recording and not the step; ``stop`` then says so.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
@@ -42,7 +43,7 @@ from engine.core.scheduler_config import SchedulerConfig
 from engine.core.specs import V41Spec
 from engine.kernels.timing import ComponentTimer
 from engine.model.build import DTYPES
-from engine.model.files import read_model_files
+from engine.model.files import fingerprint, read_model_files
 from engine.model.load import load_model
 from engine.model.runner import Runner
 from engine.version import VERSION
@@ -52,7 +53,6 @@ MAX_STEPS = 10_000
 DEFAULT_STEPS = {"profile": 32, "timers": 2000}
 SCHEMA_VERSION = 1
 _BLOCK_SIZE = 128
-_SMALL_FILE_BYTES = 1 << 20
 
 
 class RangeTimer(ComponentTimer):
@@ -108,6 +108,8 @@ class Recorder:
         self._environment = dict(environment or {})
         self._profiler: profile | None = None
         self._steps: IO[bytes] | None = None
+        self._end_of_steps = 0  # bytes of whole lines
+        self._failure: TraceError | None = None
 
     @property
     def is_recording(self) -> bool:
@@ -117,12 +119,13 @@ class Recorder:
         """Write the environment and begin. Raises TraceError where the folder cannot take the recording."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._steps = self.steps_path.open("xb")
+            self._steps = self.steps_path.open("xb", buffering=0)  # a step is in the file once it is over, whatever happens next
+            (self.folder / f"environment.rank{self.rank}.json").write_text(json.dumps(self._describe(), indent=1) + "\n")
         except FileExistsError as error:
             raise TraceError(f"{self.folder} already holds a recording of rank {self.rank}; choose a new folder") from error
         except OSError as error:
+            self._close_steps()
             raise TraceError(f"{self.folder} cannot be written: {error.strerror}") from error
-        (self.folder / f"environment.rank{self.rank}.json").write_text(json.dumps(self._describe(), indent=1) + "\n")
         if isinstance(self.timer, RangeTimer):
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._device.type == "cuda" else [])]
             self._profiler = profile(activities=activities, record_shapes=True)
@@ -147,30 +150,53 @@ class Recorder:
                 yield
         seconds = time.perf_counter() - begin_s
         line = {"step": number, "rank": self.rank, "seconds": seconds, "components": dict(self.components), "plan": plan}
-        self._steps.write(msgspec.json.encode(line) + b"\n")
-        self.num_steps += 1
-        if self.num_steps == self.max_steps:
-            self.stop()
+        self._write(self._steps, msgspec.json.encode(line) + b"\n")
+        if self.num_steps == self.max_steps or self._failure is not None:
+            self._close_steps()
 
-    def stop(self) -> None:
-        """Close the recording and write the trace; a second call does nothing. Raises TraceError where the disk does not take it."""
+    def _write(self, steps: IO[bytes], line: bytes) -> None:
+        """All of the line, or nothing and a failure."""
+        try:
+            written = steps.write(line)
+            if written == len(line):
+                self.num_steps += 1
+                self._end_of_steps += written
+                return
+            steps.truncate(self._end_of_steps)
+            reason = "the disk is full"
+        except OSError as error:
+            reason = error.strerror or str(error)
+        self._failure = TraceError(f"{self.steps_path} cannot be written: {reason}")
+
+    def _close_steps(self) -> None:
+        """The end of what is recorded; the trace is not written yet."""
         if self._steps is None:
             return
         self._steps.close()
         self._steps = None
-        if self._profiler is None or not isinstance(self.timer, RangeTimer):
-            return
-        self.timer.active = False
-        self._profiler.stop()
+        if self._profiler is not None and isinstance(self.timer, RangeTimer):
+            self.timer.active = False
+            self._profiler.stop()
+
+    def stop(self) -> None:
+        """Close the recording and write the trace; a second call does nothing. Raises TraceError where the disk has not taken all of it."""
+        self._close_steps()
+        failure, self._failure = self._failure, None
+        if self._profiler is not None:
+            self._export(self._profiler)
+        if failure is not None:
+            raise failure
+
+    def _export(self, profiler: profile) -> None:
+        self._profiler = None
         partial = self.folder / f".trace.rank{self.rank}.json.gz"  # the profiler compresses by the name's end
         try:
-            self._profiler.export_chrome_trace(str(partial))
+            profiler.export_chrome_trace(str(partial))
             os.replace(partial, self.trace_path)
         except (OSError, RuntimeError) as error:
             raise TraceError(f"{self.trace_path} cannot be written: {error}") from error
         finally:
             partial.unlink(missing_ok=True)
-            self._profiler = None
 
     def _describe(self) -> dict[str, Any]:
         on_gpu = self._device.type == "cuda"
@@ -224,7 +250,7 @@ def record_model(
     runner = Runner(loaded.model, cache)
     environment = {
         "model": spec.name,
-        "model_fingerprint": _fingerprint(loaded.files.path),
+        "model_fingerprint": fingerprint(loaded.files.path),
         "layout": "tp1dp1ep1",
         "dtype": dtype,
         "batch": batch,
@@ -251,17 +277,6 @@ def record_model(
     finally:
         recorder.stop()
     return recorder
-
-
-def _fingerprint(path: Path) -> str:
-    """SHA-256 over names and sizes of the model's files and the content of the small ones: weights are too long to read again."""
-    digest = hashlib.sha256()
-    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
-        if file.is_file():
-            size = file.stat().st_size
-            digest.update(f"{file.name} {size}\n".encode())
-            digest.update(file.read_bytes() if size <= _SMALL_FILE_BYTES else b"")
-    return digest.hexdigest()
 
 
 def _drive(scheduler: Scheduler, runner: Runner, recorder: Recorder | None) -> None:

@@ -53,6 +53,11 @@ ENGINE_OPTIONS: tuple[Option, ...] = (
            "the router says; the tokens are then not the model's own", choices=("model", "balanced", "imbalanced")),
     Option("load-format", str, "auto", "auto reads the checkpoint; random makes seeded weights of its shapes", choices=("auto", "random")),
     Option("random-seed", int, None, "seeds requests that bring no seed, and random weights; auto draws the former", low=0, high=2**63 - 1),
+    Option("record-trace", str, "", "folder (new or empty) for a recording of steps: plans, component times, environment, and kernels with "
+           "--record-mode profile; twinfer trace import reads it. Begins after the warm-up"),
+    Option("record-mode", str, "profile", "profile: every kernel and operator, which slows the steps; timers: component times alone, cheap "
+           "enough for service", choices=("profile", "timers")),
+    Option("record-steps", int, None, "steps recorded; auto is 32 of profile, 2000 of timers", low=1, high=10000),
     Option("on-worker-death", str, "exit", "after a worker's death; its requests end with an error", choices=("exit", "restart")),
     Option("heartbeat-timeout", float, 10.0, "seconds without a sign of life before a worker counts as dead", low=0.1, high=3600),
     Option("step-timeout", float, 600.0, "seconds a step may take before its worker counts as hung", low=0.1, high=86400),

@@ -26,6 +26,7 @@ from engine.model.files import ModelFiles, read_model_files
 from engine.model.registry import require_weights
 from engine.nodes import nodes_config, ranks_per_node
 from engine.options import Resolved
+from engine.recording import with_recording
 from engine.tokenizer import Tokenizer
 
 # A CPU's memory is shared with everything else on the machine, so the default KV pool is modest.
@@ -108,6 +109,8 @@ def plan_launch(options: Resolved, spec: ModelSpec, model: str, *, to_run: bool 
         swap_threshold_tokens=max(options["swap_threshold_tokens"], 1) if cache.num_host_blocks else None,
     )
     workers = _workers(options, place, per_node, cache, model, dtype, device)
+    if to_run:
+        workers = tuple(with_recording(worker, options, spec, model) for worker in workers)
     supervision = SupervisionConfig(
         heartbeat_interval_s=min(0.5, options["heartbeat_timeout"] / 2),
         heartbeat_timeout_s=options["heartbeat_timeout"],

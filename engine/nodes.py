@@ -20,7 +20,9 @@ from engine.reading import read_bytes
 from engine.version import VERSION
 
 # What one node may have otherwise than another: which rank it is, and where on its machine things are.
-_LOCAL_FIELDS = ("name", "model", "device", "rank", "data_rank", "tensor_rank", "rendezvous", "cpu_cores", "interface", "num_threads")
+_LOCAL_FIELDS = frozenset(
+    ("name", "model", "device", "rank", "data_rank", "tensor_rank", "rendezvous", "cpu_cores", "interface", "num_threads", "record")
+)
 _MAX_TEXT_BYTES = 256 << 20
 
 _log = logging.getLogger("twinfer.nodes")

@@ -69,7 +69,7 @@ RULES = (
         # worker_main is the worker's own process: what worker.py starts.
         {
             "worker.py": TENSORS,
-            "worker_main.py": TENSORS,
+            "worker_main.py": (*TENSORS, "calibration.recorder", "calibration.errors"),  # --record-trace
             "link_main.py": ("engine.parallel",),  # another node's ranks are reached over a process group
             "cache.py": ("engine.transfer",),
         },

@@ -64,13 +64,16 @@ class TrioChannel(Generic[Out, In]):
             self._write_some()
 
     async def receive(self) -> In:
-        """The next message. Always a checkpoint, so that a worker that is never slower than us starves no other task."""
+        """The next message. Always a checkpoint, so that a worker that is never slower than us starves no other task; a message that
+        was taken is not lost to a cancellation.
+        """
+        await trio.lowlevel.checkpoint_if_cancelled()
         suspended = False
         while True:
             payload = self._reader.next_payload()
             if payload is not None:
                 if not suspended:
-                    await trio.lowlevel.checkpoint()
+                    await trio.lowlevel.cancel_shielded_checkpoint()
                 return self._codec.decode(payload)
             if self._closed_reason is not None:
                 raise ChannelClosedError(self._closed_reason)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -11,6 +11,15 @@ from engine.core.cache_config import CacheConfig
 from engine.core.errors import ConfigError
 from engine.core.expert_map import ExpertMap
 from engine.core.scheduler_config import SchedulerConfig
+
+
+class RecordConfig(msgspec.Struct, frozen=True):
+    """What a worker records once it is told to (``messages.Record``), and where. ``environment`` is written beside it as it is."""
+
+    folder: str
+    mode: Literal["profile", "timers"] = "profile"
+    max_steps: int | None = None  # None: the mode's own bound
+    environment: dict[str, Any] = {}
 
 
 class WorkerConfig(msgspec.Struct, frozen=True):
@@ -45,6 +54,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     forced_acceptance: float | None = None  # mean drafts accepted per verification, for measurements; None: the model decides
     forced_routing: Literal["model", "balanced", "imbalanced"] = "model"  # other than "model" for measurements
     time_components: bool = False  # seconds per component with each result; slows the steps a little
+    record: RecordConfig | None = None  # None: nothing is ever written
 
 
 class SupervisionConfig(msgspec.Struct, frozen=True):

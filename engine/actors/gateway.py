@@ -23,7 +23,7 @@ import trio
 from engine.actors.cache import CacheManager, CacheStats
 from engine.actors.config import EngineConfig
 from engine.actors.grammar_check import GrammarCheck
-from engine.actors.messages import Abort, Ready, Submit
+from engine.actors.messages import Abort, Ready, Record, Submit
 from engine.actors.scheduler import SchedulerActor
 from engine.actors.stream import FinishReason, RequestStream, Sample, Usage
 from engine.actors.worker import WorkerGroup
@@ -99,6 +99,7 @@ class Gateway:
     def __init__(self, config: EngineConfig, scheduler: SchedulerActor, cache: CacheManager, tokenizer: Tokenizer | None) -> None:
         self._config = config.gateway
         self._limits = config.scheduler
+        self._may_record = any(worker.record is not None for worker in config.workers)
         self._max_requests = config.max_requests
         self._scheduler = scheduler
         self._cache = cache
@@ -186,6 +187,12 @@ class Gateway:
         # Texts of any length take turns among themselves: prompts do not wait for them.
         limiter = self._tokenising_any if any_length else self._tokenising
         return await trio.to_thread.run_sync(encode_checked, abandon_on_cancel=True, limiter=limiter)
+
+    def begin_recording(self) -> None:
+        """Have the workers record from the next step on, where they are configured to; the second call does nothing."""
+        if self._may_record:
+            self._may_record = False
+            self._scheduler.tell(Record())
 
     # -- state ----------------------------------------------------------------------------------------------------------------
 

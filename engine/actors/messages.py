@@ -64,11 +64,15 @@ class Rebalance(msgspec.Struct, frozen=True, tag=True):
     maps: tuple[ExpertMap, ...]
 
 
+class Record(msgspec.Struct, frozen=True, tag=True):
+    """Begin the recording that the configuration describes, with the next step; where it describes none, or one is begun, do nothing."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Free everything and exit with 0."""
 
 
-WorkerCommand = Union[Start, Register, Forget, Prepare, Execute, Rebalance, Shutdown]
+WorkerCommand = Union[Start, Register, Forget, Prepare, Execute, Rebalance, Record, Shutdown]
 
 # -- from a worker ------------------------------------------------------------------------------------------------------------
 
@@ -238,4 +242,4 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     request: RequestId
 
 
-SchedulerMessage = Union[Submit, Abort]
+SchedulerMessage = Union[Submit, Abort, Record]

@@ -13,7 +13,7 @@ from typing import NoReturn, Protocol, assert_never
 import trio
 
 from engine.actors.cache import CacheManager
-from engine.actors.messages import Abort, Forget, Prepare, Rebalance, Register, SchedulerMessage, Submit
+from engine.actors.messages import Abort, Forget, Prepare, Rebalance, Record, Register, SchedulerMessage, Submit
 from engine.actors.stream import RequestStream
 from engine.actors.worker import WorkerGroup
 from engine.core.errors import CapacityError, GenerationError, InvariantError, RequestError, TwinferError
@@ -73,9 +73,10 @@ class SchedulerActor:
         self._make_core = make_core
         self._cache = cache
         self._observers = tuple(observers)
-        # Every sample may be submitted and aborted while one long step runs, and the gateway admits max_requests of them.
+        # Every sample may be submitted and aborted while one long step runs, and the gateway admits max_requests of them; a recording is
+        # begun once.
         self._mailbox: deque[SchedulerMessage] = deque()
-        self._max_messages = 2 * max_requests
+        self._max_messages = 2 * max_requests + 1
         self._hints: deque[Prepare] = deque(maxlen=_MAX_HINTS)
         self._sleeper: trio.lowlevel.Task | None = None
         self._records: dict[RequestId, _Record] = {}
@@ -211,6 +212,8 @@ class SchedulerActor:
                 case Abort(request=sample_id):
                     if sample_id in self._records:
                         self._publish(self.core.abort(sample_id, trio.current_time()), workers)
+                case Record():
+                    workers.queue_all(message)  # they leave with the next plan: all ranks begin with the same step
                 case _:
                     assert_never(message)
 

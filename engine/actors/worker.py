@@ -48,6 +48,9 @@ WORKER_MODULE = "engine.actors.worker_main"
 LoadProgress = Callable[[str, int, int], None]
 # After its channel ended a process is at its own exit; after SIGKILL only the kernel is. Both take milliseconds.
 _REAP_TIMEOUT_S = 5.0
+# A profile is written at the end: some seconds for a large model.
+_RECORD_TIMEOUT_S = 60.0
+_LATE_RESULT_S = 0.1
 # When a collective fails on one rank: until its peers have failed in it too, or said what happened to them.
 _BLAME_TIMEOUT_S = 0.5
 
@@ -85,11 +88,13 @@ class RankWorker(abc.ABC):
     async def receive_executed(self, step: int) -> Executed:
         """The result of ``step``, the oldest one under way."""
         timeout_s = self._supervision.step_timeout_s
-        with trio.move_on_after(timeout_s):
-            reply = await self.receive()
-            if not isinstance(reply, Executed) or reply.step != step:
-                raise self._give_up(f"answered step {step} with {reply!r:.100}")
-            return reply
+        # Looked at once more after the deadline: where this process stood still itself, the result has come meanwhile.
+        for wait_s in (timeout_s, _LATE_RESULT_S):
+            with trio.move_on_after(wait_s):
+                reply = await self.receive()
+                if not isinstance(reply, Executed) or reply.step != step:
+                    raise self._give_up(f"answered step {step} with {reply!r:.100}")
+                return reply
         raise self._give_up(f"did not finish step {step} within step_timeout_s = {timeout_s:g}")
 
     async def wait_failed(self) -> TwinferError:
@@ -232,8 +237,9 @@ class Worker(RankWorker):
         """Shutdown -> bounded wait -> SIGKILL -> reap. Runs to its end under cancellation; never raises for a dead worker."""
         with trio.CancelScope(shield=True):
             if graceful and self._failure is None:
+                timeout_s = self._supervision.worker_exit_timeout_s + (_RECORD_TIMEOUT_S if self.config.record is not None else 0.0)
                 with (
-                    trio.move_on_after(self._supervision.worker_exit_timeout_s),
+                    trio.move_on_after(timeout_s),
                     contextlib.suppress(ChannelClosedError, trio.ClosedResourceError),
                 ):
                     await self._plans.send(Shutdown())
@@ -357,6 +363,10 @@ class WorkerGroup:
         for worker in self.workers:
             if worker.config.data_rank == data_rank:
                 worker.queue(command)
+
+    def queue_all(self, command: WorkerCommand) -> None:
+        for worker in self.workers:
+            worker.queue(command)
 
     async def send_all(self, command: WorkerCommand) -> None:
         await self._send(lambda _: command)

@@ -19,7 +19,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol, assert_never
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, assert_never
 
 from engine.actors.config import WorkerConfig
 from engine.actors.ipc import ChannelClosedError, SyncChannel
@@ -35,6 +36,7 @@ from engine.actors.messages import (
     Prepare,
     Ready,
     Rebalance,
+    Record,
     Register,
     Shutdown,
     Start,
@@ -46,6 +48,9 @@ from engine.core.expert_map import ExpertMap
 from engine.core.plan import RankPlan, RankResult, RequestId, StepPeers
 from engine.core.rank_counters import RankCounters
 from engine.core.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from calibration.recorder import Recorder
 
 EXIT_OK = 0
 EXIT_FAULT = 1
@@ -84,6 +89,10 @@ class Runner(Protocol):
         """Where the time of the last step went, by component; empty where it is not timed."""
         ...
 
+    def time_components(self, timer: Any) -> Any:
+        """Charge the steps' components to ``timer`` (engine.kernels.timing) from now on; the one before is returned."""
+        ...
+
     def take_counters(self) -> RankCounters:
         """What was counted since the last call."""
         ...
@@ -93,6 +102,72 @@ class Runner(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class Recording:
+    """A worker's recording, where it has one. What goes wrong with it ends it with a warning, and nothing else."""
+
+    def __init__(self, config: WorkerConfig, runner: Runner) -> None:
+        self._config = config
+        self._runner = runner
+        self._recorder: Recorder | None = None
+        self._begun = False
+        self._timer_before: Any = None
+
+    def begin(self) -> None:
+        """Record from the next step on; the second call does nothing."""
+        record = self._config.record
+        if record is None or self._begun:
+            return
+        self._begun = True
+        import torch
+
+        from calibration.errors import TraceError
+        from calibration.recorder import Recorder
+
+        recorder = Recorder(
+            Path(record.folder),
+            mode=record.mode,
+            rank=self._config.rank,
+            num_ranks=self._config.num_ranks,
+            device=torch.device(self._config.device),
+            max_steps=record.max_steps,
+            environment=record.environment,
+        )
+        try:
+            recorder.start()
+        except TraceError as error:
+            self._warn(f"nothing is recorded: {error}")
+            return
+        self._recorder = recorder
+        self._timer_before = self._runner.time_components(recorder.timer)
+
+    def step(self, step: int, plan: RankPlan) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._recorder is None else self._recorder.step(step, plan)
+
+    def take_components(self) -> tuple[tuple[str, float], ...]:
+        return self._runner.take_components() if self._recorder is None else self._recorder.components
+
+    def end_if_over(self) -> None:
+        """To be called once a step's result is on its way: writing a profile takes its time."""
+        if self._recorder is not None and not self._recorder.is_recording:
+            self.end()
+
+    def end(self) -> None:
+        """Close what is open, and write the profile."""
+        recorder, self._recorder = self._recorder, None
+        if recorder is None:
+            return
+        from calibration.errors import TraceError
+
+        self._runner.time_components(self._timer_before)
+        try:
+            recorder.stop()
+        except TraceError as error:
+            self._warn(f"the recording ended after {recorder.num_steps} steps: {error}")
+
+    def _warn(self, text: str) -> None:
+        sys.stderr.write(f"WARNING twinfer.{self._config.name}: {text}\n")
 
 
 LoadReport = Callable[[int, int], None]  # parameters read, parameters there are
@@ -114,6 +189,7 @@ def serve(channel: _Channel, build: RunnerFactory) -> int:
                 os.environ.setdefault(f"{library}_SOCKET_IFNAME", first.config.interface)
         begin_s = time.perf_counter()
         runner = build(first.config, lambda done_parameters, total_parameters: channel.send(Loading(done_parameters, total_parameters)))
+        recording = Recording(first.config, runner)
         ready = Ready(
             vocab_size=runner.vocab_size,
             context_length=runner.context_length,
@@ -130,11 +206,13 @@ def serve(channel: _Channel, build: RunnerFactory) -> int:
             match command:
                 case Execute(step=step, plan=plan, peers=peers, report_counters=report_counters):
                     during = f"step {step}"
-                    begin_s = time.perf_counter()
-                    result = runner.execute(step, plan, peers)
-                    forward_s = time.perf_counter() - begin_s
+                    with recording.step(step, plan):
+                        begin_s = time.perf_counter()
+                        result = runner.execute(step, plan, peers)
+                        forward_s = time.perf_counter() - begin_s
                     counters = runner.take_counters() if report_counters else None
-                    channel.send(Executed(step, result, forward_s, runner.take_components(), counters))
+                    channel.send(Executed(step, result, forward_s, recording.take_components(), counters))
+                    recording.end_if_over()
                 case Rebalance(maps=maps):
                     during = "rebalance"
                     runner.rebalance(maps)
@@ -147,8 +225,11 @@ def serve(channel: _Channel, build: RunnerFactory) -> int:
                 case Prepare(grammar=grammar):
                     during = "prepare"
                     runner.prepare(grammar)
+                case Record():
+                    recording.begin()
                 case Shutdown():
                     during = "shutdown"
+                    recording.end()
                     runner.close()
                     return EXIT_OK
                 case Start():

@@ -11,6 +11,7 @@ A published decode comparison, scaled down: --layout tp1dp2ep2 --batch-sizes 4,8
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,16 @@ import trio
 
 from engine.cli import bench_serve
 from engine.cli.bench_serve_output import ReportWriter
-from engine.cli.common import add_engine_arguments, follow_node_0, log, print_config, print_json, resolve_options, show_nodes
+from engine.cli.common import (
+    add_engine_arguments,
+    follow_node_0,
+    log,
+    open_record_folder,
+    print_config,
+    print_json,
+    resolve_options,
+    show_nodes,
+)
 from engine.cli.step_bench import Recording, StepLoad, StepRecorder, record_in, with_room
 from engine.core.errors import CapacityError, ConfigError, StoppedError
 from engine.core.metrics import DraftCounts, percentile
@@ -82,6 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     if len(layouts) > MAX_LAYOUTS:
         raise ConfigError(f"--layout names {len(layouts)} layouts; allowed: at most {MAX_LAYOUTS}")
 
+    open_record_folder(options)
     from engine.launch import open_model, plan_launch
 
     model = open_model(arguments.model)
@@ -90,7 +101,10 @@ def run(arguments: argparse.Namespace) -> int:
     launches = []
     for layout in layouts:
         for load in loads:
-            sized = with_room(type(options)({**options.values, "layout": layout}, options.origins), load)
+            values = {**options.values, "layout": layout}
+            if options["record_trace"] and len(layouts) * len(loads) > 1:
+                values["record_trace"] = os.path.join(options["record_trace"], f"{layout.strip()}-b{load.batch}")
+            sized = with_room(type(options)(values, options.origins), load)
             launches.append((load, plan_launch(sized, model.spec, arguments.model)))
             _check_lengths(load, launches[-1][1])
     points: list[dict[str, Any]] = []
@@ -137,10 +151,10 @@ def _line(point: dict[str, Any]) -> str:
 
 
 def _config(launch: Launch, breakdown: bool) -> EngineConfig:
-    """For the breakdown the workers time their components and count their messages step by step."""
+    """For the breakdown the workers time their components and count their messages step by step; a recording is the first pass's."""
     if not breakdown:
         return launch.config
-    workers = tuple(msgspec.structs.replace(worker, time_components=True) for worker in launch.config.workers)
+    workers = tuple(msgspec.structs.replace(worker, time_components=True, record=None) for worker in launch.config.workers)
     return msgspec.structs.replace(launch.config, workers=workers, report_steps=1)
 
 

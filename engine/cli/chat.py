@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from engine.cli.chat_backend import Message, OpenBackend, open_engine_backend, open_server_backend
 from engine.cli.chat_repl import Repl
 from engine.cli.chat_session import ChatSession
-from engine.cli.common import add_engine_arguments, log, print_config, print_json, resolve_options
+from engine.cli.common import add_engine_arguments, log, open_record_folder, print_config, print_json, resolve_options
 from engine.cli.remote import DEFAULT_BASE_URL, add_key_arguments, check_base_url, read_api_key
 from engine.config import SAMPLING_OPTIONS
 from engine.core.errors import ConfigError
@@ -88,6 +88,7 @@ def _engine(arguments: argparse.Namespace, options: Resolved) -> OpenBackend:
     from engine.launch import open_model, plan_launch
     from engine.sampling_defaults import read_sampling_defaults
 
+    open_record_folder(options)
     model = open_model(arguments.model_path)
     chat_format = choose_format(model, arguments.thinking)
     if chat_format is None:

@@ -191,4 +191,5 @@ async def open_engine_backend(
     from engine.actors.supervisor import open_engine
 
     async with open_engine(config, tokenizer) as engine:
+        engine.begin_recording()
         yield EngineBackend(engine, config.workers[0].model, chat_format, params, limit_tokens, stop)

@@ -41,6 +41,14 @@ def resolve_options(arguments: argparse.Namespace, extra: Sequence[Option] = ())
     return resolve((*ENGINE_OPTIONS, *extra), vars(arguments), os.environ, arguments.config, known=(*SAMPLING_OPTIONS, *SERVE_OPTIONS))
 
 
+def open_record_folder(options: Resolved) -> None:
+    """Make ``--record-trace``'s folder, where one is asked for; ConfigError where it cannot be. Before anything takes time."""
+    if options["record_trace"]:
+        from engine.recording import open_record_folder as open_folder
+
+        open_folder(options["record_trace"])
+
+
 def print_config(options: Resolved, as_json: bool) -> int:
     if as_json:
         print_json({key: {"value": value, "origin": options.origins[key]} for key, value in options.shown().items()})

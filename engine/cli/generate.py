@@ -17,6 +17,7 @@ from engine.cli.common import (
     follow_node_0,
     human_bytes,
     log,
+    open_record_folder,
     print_config,
     print_json,
     resolve_options,
@@ -60,6 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     options = resolve_options(arguments, SAMPLING_OPTIONS)
     if arguments.print_config:
         return print_config(options, arguments.json)
+    open_record_folder(options)
     entries = [{"prompt": prompt} for prompt in arguments.prompt]
     if arguments.prompts_file:
         entries += read_prompts(arguments.prompts_file)
@@ -143,6 +145,7 @@ async def _generate(
         async with open_engine(config, tokenizer, handle_signals=True) as engine:
             ready_s = trio.current_time() - start_s
             _logger.info("ready in %.1f s: %s", ready_s, _describe(engine))
+            engine.begin_recording()
             begin_s = trio.current_time()
             if len(generations) == 1 and generations[0].n == 1 and not arguments.json:
                 await _stream_one(engine, generations[0])

@@ -19,7 +19,7 @@ import msgspec
 import trio
 
 from engine.cli import logs
-from engine.cli.common import add_engine_arguments, follow_node_0, log, print_config, print_json, resolve_options
+from engine.cli.common import add_engine_arguments, follow_node_0, log, open_record_folder, print_config, print_json, resolve_options
 from engine.config import SERVE_OPTIONS
 from engine.core.errors import ConfigError
 from engine.core.sampling import SamplingParams
@@ -60,6 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"two models, {arguments.model!r} and --model {arguments.model_option!r}; give one")
     name = arguments.model or arguments.model_option or "tiny-v41"
 
+    open_record_folder(options)
     from engine.api.formats import choose_format
     from engine.api.server import bind, tls_context
     from engine.launch import open_model, plan_launch
@@ -162,6 +163,7 @@ async def _serve(setup: Setup) -> int:
             await engine.grammars.warm_up()
             if not options["no_warm_up"]:
                 await warm_up(engine, launch.config.scheduler, lambda done, total: progress.update("warming up", done, total))
+            engine.begin_recording()
             info = server_info(setup, engine, load_s, trio.current_time() - begin_s)
             context = ApiContext(engine, info, config, setup.chat_format, setup.defaults, metrics)
             app = App(context, log_requests=options["log_requests"])

@@ -100,6 +100,7 @@ async def record_in(engine: Gateway, recorder: StepRecorder, num_ranks: int, loa
     shared = _tokens(draw, load.shared_prefix, engine.vocab_size)
     requests = _requests(draw, load, num_ranks, shared, engine.vocab_size)
     await _warm_up(engine, num_ranks, load, shared)
+    engine.begin_recording()
     first, finished_before, admitted_before = len(recorder.commit_s), recorder.finished, len(recorder.admitted)
     limiter = trio.CapacityLimiter(load.batch * num_ranks)
     async with trio.open_nursery() as nursery:

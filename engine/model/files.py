@@ -5,6 +5,7 @@ A model is a folder (config.json, *.safetensors, tokenizer.json, chat_template.j
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from engine.model import registry
 from engine.reading import read_bytes, read_text
 
 MAX_JSON_BYTES = 256 << 20  # the largest tokenizer.json in use is about 35 MB
+_SMALL_FILE_BYTES = 1 << 20
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -55,6 +57,17 @@ def read_model_files(name_or_path: str | Path) -> ModelFiles:
     if path.suffix in PICKLE_SUFFIXES:
         raise pickle_refusal(path)
     raise ConfigError(f"{path}: not a model; needed: a folder with config.json, a .gguf file, or one of {', '.join(registry.names())}")
+
+
+def fingerprint(path: Path) -> str:
+    """SHA-256 over names and sizes of the model's files and the content of the small ones: weights are too long to read again."""
+    digest = hashlib.sha256()
+    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+        if file.is_file():
+            size = file.stat().st_size
+            digest.update(f"{file.name} {size}\n".encode())
+            digest.update(file.read_bytes() if size <= _SMALL_FILE_BYTES else b"")
+    return digest.hexdigest()
 
 
 def pickle_refusal(path: Path) -> ConfigError:

@@ -154,9 +154,10 @@ class Runner:
             self.model.join_draft(peers)
         return result
 
-    def time_components(self, timer: ComponentTimer | None) -> None:
-        """Charge the components of the steps from now on to ``timer``; None times none."""
-        self._timer = timer
+    def time_components(self, timer: ComponentTimer | None) -> ComponentTimer | None:
+        """Charge the components of the steps from now on to ``timer``; None times none. Returns the timer before."""
+        before, self._timer = self._timer, timer
+        return before
 
     def take_counters(self) -> RankCounters:
         """What was counted since the last call; nothing on a rank that is alone."""

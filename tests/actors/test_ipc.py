@@ -129,6 +129,30 @@ async def test_cancelled_send_tears_no_frame() -> None:
     worker.close()
 
 
+async def test_a_cancelled_receive_loses_no_message() -> None:
+    """Whatever moment the cancellation comes at, the message is read then or next."""
+    parent, worker = pair()
+    for number in range(20):
+        worker.send(Executed(number, RankResult(()), 0.0))
+        await trio.lowlevel.wait_readable(parent._sock)
+        received: list[object] = []
+        with trio.CancelScope() as scope:
+            async with trio.open_nursery() as nursery:
+
+                async def read(into: list[object]) -> None:
+                    into.append(await parent.receive())
+
+                nursery.start_soon(read, received)
+                for _ in range(number % 4):
+                    await trio.lowlevel.checkpoint()
+                scope.cancel()
+        if not received:
+            received.append(await parent.receive())
+        assert received == [Executed(number, RankResult(()), 0.0)]
+    parent.close()
+    worker.close()
+
+
 async def test_close_wakes_a_reader() -> None:
     parent, worker = pair()
     woken = False

@@ -17,7 +17,7 @@ from trio.testing import MockClock
 
 from engine.actors.channel import TrioChannel
 from engine.actors.config import SupervisionConfig
-from engine.actors.messages import Execute, Forget, HeartbeatCommand, HeartbeatReply, Ping, Register
+from engine.actors.messages import Execute, Forget, HeartbeatCommand, HeartbeatReply, Ping, Register, WorkerReply
 from engine.actors.worker import Worker, open_workers
 from engine.core.errors import ConfigError, WorkerError
 from engine.core.plan import ItemResult, PlanItem, RankPlan, RankResult, SequenceStart, StepPlan
@@ -143,6 +143,24 @@ async def test_hung_step_meets_its_deadline(patient_clock: MockClock) -> None:
         await worker.receive_executed(0)
     await worker.stop(graceful=True)
     await until(lambda: not is_alive(worker.pid))
+
+
+async def test_a_result_that_came_while_this_process_stood_still_counts(patient_clock: MockClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = spawn(Script(), SupervisionConfig(step_timeout_s=300.0))
+    await worker.start()
+    await worker.send(Execute(0, RankPlan()))
+    await trio.lowlevel.wait_readable(worker._plans._sock)
+    receive = worker.receive
+
+    async def receive_late() -> WorkerReply:
+        monkeypatch.setattr(worker, "receive", receive)
+        patient_clock.jump(1000.0)
+        await trio.lowlevel.checkpoint()  # the deadline comes first
+        return await receive()
+
+    monkeypatch.setattr(worker, "receive", receive_late)
+    assert (await worker.receive_executed(0)).step == 0
+    await worker.stop(graceful=True)
 
 
 async def test_start_meets_its_deadline(patient_clock: MockClock) -> None:
