@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
@@ -17,8 +16,7 @@ from engine.core.cache_config import CacheConfig
 from engine.core.errors import ConfigError
 from engine.core.expert_balance import first_maps
 from engine.core.layout import Deployment, parse_layout
-from engine.core.memory import MemoryPlan, blocks_for, held_weight_bytes, plan_memory, smallest_block_multiple
-from engine.core.scheduler_config import SchedulerConfig
+from engine.core.memory import MemoryPlan, plan_memory
 from engine.core.sharding import RankPlace
 from engine.core.specs import ModelSpec, V41Spec
 from engine.device import DeviceInfo, resolve_device
@@ -27,12 +25,11 @@ from engine.model.registry import require_weights
 from engine.nodes import nodes_config, ranks_per_node
 from engine.options import Resolved
 from engine.recording import with_recording
+from engine.scheduler_options import cache_config, cpu_budget_bytes, scheduler_config
 from engine.tokenizer import Tokenizer
 
 # A CPU's memory is shared with everything else on the machine, so the default KV pool is modest.
 CPU_SHARE = 0.25
-CPU_KV_BYTES = 1 << 30
-TAILS_PER_REQUEST = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,28 +83,15 @@ def plan_launch(options: Resolved, spec: ModelSpec, model: str, *, to_run: bool 
     free_bytes = device.free_bytes // (per_node if device.device == "cpu" else 1)
     budget_bytes = int(free_bytes * options["mem_fraction_static"])
     if device.device == "cpu":
-        budget_bytes = min(int(budget_bytes * CPU_SHARE), held_weight_bytes(spec, dtype, place) + CPU_KV_BYTES)
-    cache = _cache_config(options, spec, dtype, budget_bytes, place)
+        budget_bytes = min(int(budget_bytes * CPU_SHARE), cpu_budget_bytes(spec, dtype, place))
+    cache = cache_config(options, spec, dtype, budget_bytes, place)
     memory = plan_memory(spec, cache, dtype, place)
     if memory.total_bytes > free_bytes:
         raise ConfigError(
             f"weights {memory.weight_bytes} B and KV {memory.cache_bytes} B of a rank exceed the {free_bytes} B free for it on "
             f"{device.device}; lower --max-total-tokens or --max-running-requests"
         )
-    scheduler = SchedulerConfig(
-        cache=cache,
-        eos_token_ids=spec.eos_token_ids,
-        chunked_prefill_size=options["chunked_prefill_size"],
-        draft_tokens=options["draft_tokens"],
-        has_sequence_state=spec.has_sequence_state,
-        prefix_caching=not options["disable_radix_cache"],
-        num_ranks=place.layout.dp,
-        order_policy=options["order_policy"],
-        rank_policy=options["rank_policy"],
-        eviction_policy=options["eviction_policy"],
-        max_waiting=options["max_waiting_requests"],
-        swap_threshold_tokens=max(options["swap_threshold_tokens"], 1) if cache.num_host_blocks else None,
-    )
+    scheduler = scheduler_config(options, spec, cache, place.layout.dp)
     workers = _workers(options, place, per_node, cache, model, dtype, device)
     if to_run:
         workers = tuple(with_recording(worker, options, spec, model) for worker in workers)
@@ -205,50 +189,3 @@ def _workers(
             )
         )
     return tuple(workers)
-
-
-def _cache_config(options: Resolved, spec: ModelSpec, dtype: str, budget_bytes: int, place: RankPlace) -> CacheConfig:
-    block_size = options["block_size"]
-    multiple = smallest_block_multiple(spec)
-    if block_size % multiple:
-        raise ConfigError(f"--block-size is {block_size}; {spec.name} needs a multiple of {multiple}")
-    if options["draft_tokens"] > spec.max_draft_tokens:
-        raise ConfigError(f"--draft-tokens is {options['draft_tokens']}; {spec.name} drafts at most {spec.max_draft_tokens}")
-    max_running = options["max_running_requests"]
-    batched = max(options["max_num_batched_tokens"], max_running * (1 + options["draft_tokens"]))
-    tails = options["num_window_tails"]
-    if tails is None:
-        tails = TAILS_PER_REQUEST * max_running
-    if not spec.has_sequence_state or options["disable_radix_cache"]:
-        tails = 0
-    host_blocks = options["swap_space_tokens"] // block_size
-    base = CacheConfig(
-        num_blocks=1,
-        block_size=block_size,
-        max_running=max_running,
-        max_batched_tokens=batched,
-        context_length=_context_length(options, spec),
-        max_draft_tokens=options["draft_tokens"],
-        num_tails=tails,
-        num_host_blocks=host_blocks,
-        num_host_states=max_running if host_blocks else 0,
-    )
-    if options["max_total_tokens"] is not None:
-        num_blocks = options["max_total_tokens"] // block_size
-        if not num_blocks:
-            raise ConfigError(f"--max-total-tokens is {options['max_total_tokens']}; needed: at least one block of {block_size} tokens")
-    else:
-        # More blocks than every slot at full length could use would only cost memory.
-        useful = max_running * base.max_blocks_per_sequence
-        num_blocks = min(blocks_for(spec, base, dtype, budget_bytes, place), useful)
-    changes: dict[str, Any] = {"num_blocks": num_blocks}
-    if options["context_length"] is None:
-        changes["context_length"] = min(base.context_length, num_blocks * block_size)
-    return msgspec.structs.replace(base, **changes)
-
-
-def _context_length(options: Resolved, spec: ModelSpec) -> int:
-    asked = options["context_length"]
-    if asked is not None and asked > spec.max_positions:
-        raise ConfigError(f"--context-length is {asked}; {spec.name} has {spec.max_positions} positions")
-    return spec.max_positions if asked is None else int(asked)

@@ -17,12 +17,13 @@ import msgspec
 import trio
 
 from engine.cli.bench_serve_output import ReportWriter, check_output, print_summary, write_output
-from engine.cli.bench_serve_values import parse_extra_body, parse_lengths, parse_rate, parse_slo, parse_strict_share
+from engine.cli.bench_serve_values import parse_extra_body, parse_lengths
 from engine.cli.common import add_common_arguments, log, print_json
 from engine.cli.remote import DEFAULT_BASE_URL, add_key_arguments, check_base_url, read_api_key
 from engine.core.errors import ConfigError, TwinferError
 from engine.core.metrics import Slo
 from engine.core.sampling import MAX_SEED
+from engine.load_values import parse_rate, parse_slo, parse_strict_share
 from engine.options import Option
 
 if TYPE_CHECKING:
