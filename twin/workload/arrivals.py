@@ -1,0 +1,89 @@
+"""When requests come by themselves: a renewal process run on the clock of a changing rate.
+
+Gaps of mean 1 (gamma distributed with the wanted coefficient of variation; 1 is a Poisson process, 0 a metronome) are summed; the sum is
+the number of requests expected until the arrival, and the profile's inverse turns it into seconds. With the gaps of a Poisson process this
+is exactly the inhomogeneous one of that rate (time change by the cumulated rate: Cinlar, "Introduction to stochastic processes", 1975).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from typing import Protocol
+
+import msgspec
+
+
+class Profile(Protocol):
+    """A rate over time, by the inverse of its integral."""
+
+    def time_s(self, expected: float) -> float:
+        """When ``expected`` requests should have come; never falls as ``expected`` grows."""
+        ...
+
+
+class Steady(msgspec.Struct, frozen=True):
+    """The same rate for ever; infinite: everything at time 0."""
+
+    rate_per_s: float
+
+    def time_s(self, expected: float) -> float:
+        return expected / self.rate_per_s
+
+
+class Ramp(msgspec.Struct, frozen=True):
+    """From ``start_per_s`` in a straight line to ``end_per_s`` over ``ramp_s``, then steady.
+
+    The integral is a t + (b - a) t^2 / 2T; its inverse is written so that nothing cancels where a and b are close.
+    """
+
+    start_per_s: float
+    end_per_s: float
+    ramp_s: float
+
+    def time_s(self, expected: float) -> float:
+        within = (self.start_per_s + self.end_per_s) / 2 * self.ramp_s
+        if expected >= within:
+            return self.ramp_s + (expected - within) / self.end_per_s
+        square = self.start_per_s**2 + 2 * (self.end_per_s - self.start_per_s) * expected / self.ramp_s
+        return 2 * expected / (self.start_per_s + math.sqrt(max(square, 0.0)))
+
+
+class Bursts(msgspec.Struct, frozen=True):
+    """On for the first ``on_share`` of each period, then off. ``rate_per_s`` is the mean over on and off."""
+
+    rate_per_s: float
+    period_s: float
+    on_share: float
+
+    def time_s(self, expected: float) -> float:
+        on_s = expected / self.rate_per_s * self.on_share
+        periods, rest_s = divmod(on_s, self.period_s * self.on_share)
+        return periods * self.period_s + rest_s
+
+
+class Steps(msgspec.Struct, frozen=True):
+    """A rate for each stretch of time: ``rates_per_s[i]`` from ``starts_s[i]`` on; the last one holds for ever. A rate may be 0."""
+
+    starts_s: tuple[float, ...]
+    rates_per_s: tuple[float, ...]
+
+    def time_s(self, expected: float) -> float:
+        left = expected
+        for start_s, end_s, rate_per_s in zip(self.starts_s, self.starts_s[1:], self.rates_per_s, strict=False):
+            within = (end_s - start_s) * rate_per_s
+            if left < within:
+                return start_s + left / rate_per_s
+            left -= within
+        return self.starts_s[-1] + left / self.rates_per_s[-1] if self.rates_per_s[-1] else math.inf
+
+
+def arrival_times_s(profile: Profile, cv: float, seed: str) -> Iterator[float]:
+    """Ascending, without end. The first request comes at the profile's start, as a load generator sends it."""
+    source = random.Random(seed)
+    shape = 1.0 / cv**2 if cv else math.inf
+    expected = 0.0
+    while True:
+        yield profile.time_s(expected)
+        expected += 1.0 if not cv else source.expovariate(1.0) if cv == 1.0 else source.gammavariate(shape, 1.0 / shape)
