@@ -18,7 +18,8 @@ from typing import Any
 
 import msgspec
 
-from engine.bench.traces import TRACE_BLOCK_TOKENS, TraceRow, read_trace
+from engine.bench.traces import read_trace
+from engine.core.trace_rows import TRACE_BLOCK_TOKENS, TraceRow
 
 Part = tuple[str, int]
 

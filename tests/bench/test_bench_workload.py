@@ -141,7 +141,7 @@ def test_prompts_of_ones_own(tmp_path: Path) -> None:
         (["{"], ["line 1", "not JSON"]),
         ([row(0, 5, []), row(0, -1, [])], ["line 2", "input_length", "-1"]),
         ([row(0, 5, []), "", row(0, 1, [], True)], ["line 3", "output_length", "True"]),
-        ([row(5, 5, []), row(4, 5, [])], ["request 2", "sort"]),
+        ([row(5, 5, []), row(4, 5, [])], ["line 2", "sort"]),
         ([row(0, 512, [1, 2])], ["2 hash_ids", "512"]),
         ([{"timestamp": None, "input_length": 1, "output_length": 1}], ["timestamp"]),
         ([{"input": 1}], ["line 1", "input_length"]),

@@ -7,9 +7,11 @@ is exactly the inhomogeneous one of that rate (time change by the cumulated rate
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import msgspec
@@ -63,27 +65,33 @@ class Bursts(msgspec.Struct, frozen=True):
         return periods * self.period_s + rest_s
 
 
-class Steps(msgspec.Struct, frozen=True):
-    """A rate for each stretch of time: ``rates_per_s[i]`` from ``starts_s[i]`` on; the last one holds for ever. A rate may be 0."""
+class Steps:
+    """A rate for each stretch of time: ``rates_per_s[i]`` from ``starts_s[i]`` on; the last one holds for ever. Rates may be 0: what is
+    expected after the last that is not never comes."""
 
-    starts_s: tuple[float, ...]
-    rates_per_s: tuple[float, ...]
+    def __init__(self, starts_s: Sequence[float], rates_per_s: Sequence[float]) -> None:
+        self._starts_s, self._rates_per_s = starts_s, rates_per_s
+        widths_s = [end_s - start_s for start_s, end_s in itertools.pairwise(starts_s)]
+        within = (width_s * rate_per_s for width_s, rate_per_s in zip(widths_s, rates_per_s, strict=False))
+        self._expected_before = list(itertools.accumulate(within, initial=0.0))
 
     def time_s(self, expected: float) -> float:
-        left = expected
-        for start_s, end_s, rate_per_s in zip(self.starts_s, self.starts_s[1:], self.rates_per_s, strict=False):
-            within = (end_s - start_s) * rate_per_s
-            if left < within:
-                return start_s + left / rate_per_s
-            left -= within
-        return self.starts_s[-1] + left / self.rates_per_s[-1] if self.rates_per_s[-1] else math.inf
+        # The last stretch that begins with no more than expected: one of rate 0 begins with as much as the one after it.
+        index = bisect.bisect_right(self._expected_before, expected) - 1
+        left = expected - self._expected_before[index]
+        return self._starts_s[index] + left / self._rates_per_s[index] if self._rates_per_s[index] else math.inf
 
 
-def arrival_times_s(profile: Profile, cv: float, seed: str) -> Iterator[float]:
-    """Ascending, without end. The first request comes at the profile's start, as a load generator sends it."""
+def arrival_times_s(profile: Profile, cv: float, seed: str, *, from_start: bool = True) -> Iterator[float]:
+    """Ascending, without end. The first request comes at the profile's start, as a load generator sends it, or after a first gap: so that
+    many clients do not begin together."""
     source = random.Random(seed)
     shape = 1.0 / cv**2 if cv else math.inf
-    expected = 0.0
+
+    def gap() -> float:
+        return 1.0 if not cv else source.expovariate(1.0) if cv == 1.0 else source.gammavariate(shape, 1.0 / shape)
+
+    expected = 0.0 if from_start else gap()
     while True:
         yield profile.time_s(expected)
-        expected += 1.0 if not cv else source.expovariate(1.0) if cv == 1.0 else source.gammavariate(shape, 1.0 / shape)
+        expected += gap()

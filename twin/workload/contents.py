@@ -13,8 +13,10 @@ from typing import Protocol
 import msgspec
 
 from engine.core.errors import ConfigError
+from engine.core.trace_rows import TRACE_BLOCK_TOKENS
 from twin.workload.draws import Draws, TokenIds
 from twin.workload.lengths import LengthPairs, Lengths
+from twin.workload.recording import Recording
 from twin.workload.types import SimRequest
 
 
@@ -167,3 +169,65 @@ class Drawn:
                 new_tokens, output_tokens = self._drawn(index)
                 self._context.fit(f"request {index}", total + new_tokens, output_tokens)
                 total += new_tokens + output_tokens
+
+
+class Recorded:
+    """Requests as they were recorded; equal blocks of a trace are equal tokens. Every request is a session of one turn."""
+
+    def __init__(
+        self,
+        seed: int,
+        recording: Recording,
+        token_ids: TokenIds,
+        *,
+        max_tokens: int | None = None,
+        context: Context = _NO_CONTEXT,
+        leaving: Leaving = _NOBODY_LEAVES,
+    ) -> None:
+        self.num_sessions = self.num_requests = len(recording)
+        self._recording, self._token_ids = recording, token_ids
+        self._max_tokens, self._context, self._leaving = max_tokens, context, leaving
+        self._streams = {name: Draws(seed, name) for name in ("text", "block", "shared", "leave", "leave-after")}
+        if context.max_tokens is not None and not context.clip:
+            for index in range(len(recording)):
+                self._lengths(index)
+
+    def first(self, session: int, arrival_s: float) -> SimRequest:
+        prompt_tokens, output_tokens = self._lengths(session)
+        text_key = self._streams["text"].key(self._recording.texts[session])
+        return SimRequest(
+            index=session,
+            arrival_s=arrival_s,
+            prompt=self._prompt(session, text_key, prompt_tokens),
+            output_tokens=output_tokens,
+            max_tokens=output_tokens if self._max_tokens is None else self._max_tokens,
+            output_token=self._token_ids.one(text_key),
+            cancel_after_s=self._cancel_after_s(session),
+        )
+
+    def next_turn(self, request: SimRequest, arrival_s: float) -> SimRequest | None:
+        """None: what belongs together is not recorded."""
+        del request, arrival_s
+        return None
+
+    def _lengths(self, index: int) -> tuple[int, int]:
+        output_tokens = self._recording.output_tokens[index]
+        if self._max_tokens is not None:
+            output_tokens = min(output_tokens, self._max_tokens)
+        return self._context.fit(f"request {index + 1} of the file", self._recording.input_tokens[index], output_tokens)
+
+    def _prompt(self, index: int, text_key: int, prompt_tokens: int) -> array[int]:
+        prompt = array("i")
+        append = self._token_ids.append
+        append(prompt, self._streams["shared"].key(0), min(self._recording.shared_tokens[index], prompt_tokens))
+        block_key = self._streams["block"].key
+        for block in self._recording.blocks(index):
+            append(prompt, block_key(block), min(TRACE_BLOCK_TOKENS, prompt_tokens - len(prompt)))
+        append(prompt, text_key, prompt_tokens - len(prompt))
+        return prompt
+
+    def _cancel_after_s(self, index: int) -> float | None:
+        recorded_s = self._recording.cancel_after_s[index]
+        if recorded_s < math.inf or not self._leaving.share:
+            return recorded_s if recorded_s < math.inf else None
+        return self._leaving.after_s(self._streams["leave"].uniform(index), self._streams["leave-after"].uniform(index))

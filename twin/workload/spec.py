@@ -5,17 +5,20 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from engine.core.errors import ConfigError
 from engine.options import Option
 from twin.workload.arrivals import Bursts, Profile, Ramp, Steady, arrival_times_s
-from twin.workload.contents import Contents, Context, Drawn, Leaving
+from twin.workload.contents import Contents, Context, Drawn, Leaving, Recorded
 from twin.workload.draws import Draws, TokenIds
-from twin.workload.lengths import Independent, parse_lengths
+from twin.workload.files import Clients, LengthTable, read_workload_file
+from twin.workload.lengths import Empirical, Independent, LengthPairs, parse_lengths
 from twin.workload.loops import ClosedLoop, OpenLoop, ThinkTime
+from twin.workload.mix import ClientMix
+from twin.workload.recording import Recording
 from twin.workload.types import Workload
 
 MAX_REQUESTS = 10_000_000
@@ -68,6 +71,7 @@ WORKLOAD_OPTIONS: tuple[Option, ...] = (
     Option("over-context", str, "refuse", "what --max-context does with a longer one; clip cuts the prompt's end, then the answer",
            choices=("refuse", "clip")),
 )  # fmt: skip
+_OF_DRAWN = ("isl", "osl", "range_ratio", "prefix", "prefix_share", "num_prefixes", "turns", "turn_isl")
 
 
 class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,7 +112,28 @@ def make_workload(spec: WorkloadSpec) -> Workload:
     """Raises ConfigError for a value out of its bounds, for options that contradict each other, and for a file that is not what it should
     be: all before the first request is made. The same spec (and file) is the same workload, byte for byte."""
     _check(spec)
-    return _with_loop(spec, _drawn(spec))
+    if not spec.workload:
+        return _with_loop(spec, _drawn(spec, _lengths(spec)))
+    content = read_workload_file(spec.workload, spec.requests)
+    if isinstance(content, LengthTable):
+        _refuse_changed(spec, ("isl", "osl", "range_ratio", "time_scale"), "lengths")
+        return _with_loop(spec, _drawn(spec, Empirical(content.inputs, content.outputs)))
+    _refuse_changed(spec, _OF_DRAWN, "requests of its own")
+    if isinstance(content, Clients):
+        return _mix(spec, content)
+    contents = Recorded(
+        spec.seed,
+        content,
+        TokenIds(*spec.token_ids),
+        max_tokens=spec.max_tokens,
+        context=_context(spec),
+        leaving=_leaving(spec),
+    )
+    if spec.request_rate is None and spec.concurrency is None:
+        _refuse_changed(spec, ("arrival", "burst_period", "burst_share"), "times")
+        return OpenLoop(contents, functools.partial(_recorded_times_s, content, spec.time_scale), _think(spec))
+    _refuse_changed(spec, ("time_scale",), "times, which --request-rate and --concurrency replace")
+    return _with_loop(spec, contents)
 
 
 def _check(spec: WorkloadSpec) -> None:
@@ -134,12 +159,47 @@ def _leaving(spec: WorkloadSpec) -> Leaving:
     return Leaving(spec.cancel_share, spec.cancel_after, spec.cancel_delay == "uniform")
 
 
-def _drawn(spec: WorkloadSpec) -> Drawn:
-    inputs, outputs = (parse_lengths(name, getattr(spec, name), spec.range_ratio) for name in ("isl", "osl"))
+def _refuse_changed(spec: WorkloadSpec, keys: Sequence[str], why: str) -> None:
+    """An option that would do nothing is refused, not passed over."""
+    plain = WorkloadSpec()
+    for key in keys:
+        if getattr(spec, key) != getattr(plain, key):
+            name = key.replace("_", "-")
+            raise ConfigError(
+                f"--{name} {getattr(spec, key)} has no effect with --workload {spec.workload}: the file has {why}; leave it out"
+            )
+
+
+def _recorded_times_s(recording: Recording, time_scale: float) -> Iterator[float]:
+    return (arrival_s * time_scale for arrival_s in recording.arrival_s)
+
+
+def _mix(spec: WorkloadSpec, content: Clients) -> ClientMix:
+    if spec.concurrency is not None or (spec.request_rate is not None and math.isinf(spec.request_rate)):
+        raise ConfigError(f"{spec.workload} has clients with rates; --request-rate (finite) scales them, --concurrency cannot")
+    _refuse_changed(spec, ("arrival", "burst_period", "burst_share", "ramp_to", "ramp_time", "think_time"), "rates for each client")
+    return ClientMix(
+        spec.seed,
+        content.clients,
+        spec.requests or DEFAULT_REQUESTS,
+        TokenIds(*spec.token_ids),
+        peak_per_s=spec.request_rate,
+        time_scale=spec.time_scale,
+        max_tokens=spec.max_tokens,
+        context=_context(spec),
+        leaving=_leaving(spec),
+    )
+
+
+def _lengths(spec: WorkloadSpec) -> LengthPairs:
+    return Independent(*(parse_lengths(name, getattr(spec, name), spec.range_ratio) for name in ("isl", "osl")))
+
+
+def _drawn(spec: WorkloadSpec, lengths: LengthPairs) -> Drawn:
     return Drawn(
         spec.seed,
         spec.requests or DEFAULT_REQUESTS,
-        Independent(inputs, outputs),
+        lengths,
         TokenIds(*spec.token_ids),
         turns=spec.turns,
         turn_tokens=parse_lengths("turn-isl", spec.turn_isl, spec.range_ratio) if spec.turn_isl else None,
@@ -152,13 +212,16 @@ def _drawn(spec: WorkloadSpec) -> Drawn:
     )
 
 
+def _think(spec: WorkloadSpec) -> ThinkTime:
+    return ThinkTime(spec.think_time, Draws(spec.seed, "think"))
+
+
 def _with_loop(spec: WorkloadSpec, contents: Contents) -> Workload:
-    think = ThinkTime(spec.think_time, Draws(spec.seed, "think"))
     if spec.concurrency is not None:
-        return ClosedLoop(contents, spec.concurrency, spec.ramp_up, think)
+        return ClosedLoop(contents, spec.concurrency, spec.ramp_up, _think(spec))
     if spec.request_rate is None:
         raise ConfigError("no arrivals: give --request-rate (open loop), --concurrency (closed loop) or a --workload file that has times")
-    return OpenLoop(contents, functools.partial(_times_s, spec), think)
+    return OpenLoop(contents, functools.partial(_times_s, spec), _think(spec))
 
 
 def _times_s(spec: WorkloadSpec) -> Iterator[float]:
