@@ -117,7 +117,46 @@ class StepCommitted(msgspec.Struct, frozen=True, tag="committed"):
         return sum(self.accepted_by_position)
 
 
+class DecodeStretch(msgspec.Struct, frozen=True, tag="stretch"):
+    """Steps that only decode, written as one: the same as the events of ``expanded``.
+
+    Round i plans step ``step`` + i at ``now_s`` (i = 0) or ``committed_s``[i - 1], and commits step ``step`` - ``depth`` + i at
+    ``committed_s``[i], which gives one of ``tokens`` to each of ``requests``, always the same.
+    """
+
+    now_s: float
+    step: int
+    depth: int
+    committed_s: tuple[float, ...]
+    forward_s: tuple[float, ...]
+    requests: tuple[RequestId, ...]
+    tokens: tuple[int, ...]
+    num_waiting: int
+
+    def expanded(self) -> Iterator[Event]:
+        count = len(self.requests)
+        pairs = [(request, (token,)) for request, token in zip(self.requests, self.tokens, strict=True)]
+        planned_s = self.now_s
+        for index, (committed_s, forward_s) in enumerate(zip(self.committed_s, self.forward_s, strict=True)):
+            yield StepPlanned(planned_s, self.step + index, count, count, count, self.num_waiting)
+            for request, tokens in pairs:
+                yield TokensEmitted(committed_s, request, tokens)
+            yield StepCommitted(committed_s, self.step - self.depth + index, forward_s, count, count)
+            planned_s = committed_s
+
+
 Event = Union[Arrived, Rejected, Admitted, TokensEmitted, Preempted, Resumed, Finished, StepPlanned, StepCommitted]
+LogEvent = Union[Event, DecodeStretch]
+
+
+def expand(events: Iterable[LogEvent]) -> Iterator[Event]:
+    """The log in its long form."""
+    for event in events:
+        if isinstance(event, DecodeStretch):
+            yield from event.expanded()
+        else:
+            yield event
+
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Event)

@@ -19,6 +19,8 @@ prefix_hit_rate    cached prompt tokens / prompt tokens over first admissions (f
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 from collections.abc import Iterable
 from typing import assert_never
@@ -28,9 +30,10 @@ import msgspec
 from engine.core.events import (
     Admitted,
     Arrived,
-    Event,
+    DecodeStretch,
     Finished,
     FinishReason,
+    LogEvent,
     Preempted,
     Rejected,
     Resumed,
@@ -54,7 +57,7 @@ class RequestMetrics(msgspec.Struct):
     last_token_s: float | None = None
     finished_s: float | None = None
     reason: FinishReason | None = None
-    itl_s: list[float] = []
+    gaps_s: list[float | tuple[float, ...]] = []  # itl_s; a tuple holds gaps that the requests of a stretch have in common
 
     def emitted(self, now_s: float, num_tokens: int) -> None:
         """``num_tokens`` tokens came out together. Where the first ones do, their time is the request's first token."""
@@ -63,10 +66,33 @@ class RequestMetrics(msgspec.Struct):
         if self.last_token_s is None:
             self.first_token_s = now_s
         else:
-            self.itl_s.append(now_s - self.last_token_s)
-        self.itl_s.extend([0.0] * (num_tokens - 1))
+            self.gaps_s.append(now_s - self.last_token_s)
+        if num_tokens > 1:
+            self.gaps_s.extend([0.0] * (num_tokens - 1))
         self.last_token_s = now_s
         self.num_output_tokens += num_tokens
+
+    def decoded(self, committed_s: tuple[float, ...], gaps_s: tuple[float, ...]) -> None:
+        """A token at each of ``committed_s``, which are ``gaps_s`` apart."""
+        self.emitted(committed_s[0], 1)
+        if gaps_s:
+            self.gaps_s.append(gaps_s)
+            self.last_token_s = committed_s[-1]
+            self.num_output_tokens += len(gaps_s)
+
+    @property
+    def itl_s(self) -> list[float]:
+        found: list[float] = []
+        for part in self.gaps_s:
+            if isinstance(part, tuple):
+                found += part
+            else:
+                found.append(part)
+        return found
+
+    @property
+    def itl_s_max(self) -> float | None:
+        return max((max(part) if isinstance(part, tuple) else part for part in self.gaps_s), default=None)
 
     @property
     def ttft_s(self) -> float | None:
@@ -201,12 +227,13 @@ class MetricsLog:
         self.prefix_query_tokens = 0
         self.prefix_hit_tokens = 0
         self.drafts = DraftCounts()
+        self.shared_gaps_s: list[tuple[tuple[float, ...], int]] = []  # of stretches, and how many requests have them
 
-    def extend(self, events: Iterable[Event]) -> None:
+    def extend(self, events: Iterable[LogEvent]) -> None:
         for event in events:
             self.add(event)
 
-    def add(self, event: Event) -> None:
+    def add(self, event: LogEvent) -> None:
         match event:
             case TokensEmitted():
                 self.requests[event.request].emitted(event.now_s, len(event.tokens))
@@ -229,10 +256,23 @@ class MetricsLog:
                 self.num_steps += 1
                 self.forward_s += event.forward_s
                 self.drafts.add(event)
+            case DecodeStretch():
+                self._add_stretch(event)
             case Resumed() | StepPlanned():
                 pass
             case _:
                 assert_never(event)
+
+    def _add_stretch(self, event: DecodeStretch) -> None:
+        """As its expanded events, in O(requests + steps)."""
+        committed_s = event.committed_s
+        gaps_s = tuple([after - before for before, after in itertools.pairwise(committed_s)])
+        for request in event.requests:
+            self.requests[request].decoded(committed_s, gaps_s)
+        self.shared_gaps_s.append((gaps_s, len(event.requests)))
+        self.num_steps += len(committed_s)
+        for forward_s in event.forward_s:
+            self.forward_s += forward_s
 
     @property
     def prefix_hit_rate(self) -> float | None:
@@ -240,6 +280,11 @@ class MetricsLog:
 
     def num_good(self, slo: Slo) -> int:
         return sum(is_good(request, slo) for request in self.requests.values())
+
+    def _weighted_gaps(self) -> list[tuple[float, int]]:
+        """Every gap between tokens, with how many requests it stands for."""
+        own = [(gap, 1) for request in self.requests.values() for gap in request.gaps_s if not isinstance(gap, tuple)]
+        return own + [(gap_s, count) for gaps_s, count in self.shared_gaps_s for gap_s in gaps_s]
 
     def summary(self, slo: Slo | None = None) -> Summary:
         requests = list(self.requests.values())
@@ -262,7 +307,7 @@ class MetricsLog:
             output_tokens_per_s=output_tokens / duration_s if duration_s else None,
             goodput_per_s=self.num_good(slo or Slo()) / duration_s if duration_s else None,
             ttft_s=distribution(request.ttft_s for request in requests),
-            itl_s=distribution(gap for request in requests for gap in request.itl_s),
+            itl_s=weighted_distribution(self._weighted_gaps()),
             tpot_s=distribution(request.tpot_s for request in served),
             e2e_s=distribution(request.e2e_s for request in served),
             prefix_query_tokens=self.prefix_query_tokens,
@@ -282,7 +327,7 @@ def is_good(request: RequestMetrics, slo: Slo) -> bool:
     pairs = (
         (request.ttft_s, slo.ttft_s),
         (request.tpot_s, slo.tpot_s),
-        (max(request.itl_s, default=None), slo.itl_s_max),
+        (request.itl_s_max, slo.itl_s_max),
         (request.e2e_s, slo.e2e_s),
     )
     return all(value is None or limit is None or value <= limit for value, limit in pairs)
@@ -295,6 +340,25 @@ def distribution(values: Iterable[float | None]) -> Distribution:
         return Distribution(0, None, None, None, None, None)
     mean = math.fsum(known) / len(known)
     return Distribution(len(known), mean, percentile(known, 0.5), percentile(known, 0.9), percentile(known, 0.99), known[-1])
+
+
+def weighted_distribution(values: list[tuple[float, int]]) -> Distribution:
+    """``distribution`` of each value as often as its count says, to the last bit, without writing them all down."""
+    ordered = sorted(values)
+    ends = list(itertools.accumulate(count for _, count in ordered))
+    if not ordered:
+        return distribution([])
+    total = ends[-1]
+
+    def at(share: float) -> float:
+        place = share * (total - 1)
+        low = math.floor(place)
+        first, second = (ordered[bisect.bisect_right(ends, index)][0] for index in (low, min(low + 1, total - 1)))
+        return first + (second - first) * (place - low)
+
+    # A count is a sum of powers of two, and by these a product is exact: fsum sees the same sum as of the values one by one.
+    mean = math.fsum(value * (1 << bit) for value, count in ordered for bit in range(count.bit_length()) if count >> bit & 1) / total
+    return Distribution(total, mean, at(0.5), at(0.9), at(0.99), ordered[-1][0])
 
 
 def percentile(ordered: list[float], share: float) -> float:

@@ -23,6 +23,7 @@ class RankState:
         self.prefix_caching = config.prefix_caching
         self.pool = BlockPool(cache.num_blocks)
         self.tails = TailPool(cache.num_tails) if config.has_sequence_state else None
+        self.saves_tails = config.has_sequence_state and cache.num_tails > 0 and config.prefix_caching
         self.tree = PrefixTree(self.pool, cache.block_size, EVICTION_POLICIES[config.eviction_policy], self.tails)
         self.host_pool = BlockPool(cache.num_host_blocks)
         self.num_host_states = cache.num_host_states if config.has_sequence_state else 0
@@ -125,6 +126,16 @@ class RankState:
         if sequence.lock_node is not None:
             self.tree.unlock(sequence.lock_node)
         sequence.lock_node, sequence.num_locked_blocks = node, num_blocks
+
+    def take_tails(self, boundaries: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int, int]]:
+        """Ids for tails to be saved, as (sequence, position, tail), as far as there are any."""
+        saves: list[tuple[Sequence, int, int]] = []
+        for sequence, position in boundaries:
+            tail = self.tails.take() if self.tails is not None else None
+            if tail is None:
+                break
+            saves.append((sequence, position, tail))
+        return saves
 
     def attach_tail(self, sequence: Sequence, position: int, tail: int) -> None:
         """A committed TailSave: usable from now on if the boundary's blocks are in the tree, else the id is free again.

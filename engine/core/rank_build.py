@@ -38,7 +38,7 @@ class RankBuild:
         self.events = events
         self.budget = config.cache.max_batched_tokens
         self.chunk = config.chunked_prefill_size or self.budget
-        self.save_tails = rank.tails is not None and rank.tails.num_tails > 0 and config.prefix_caching
+        self.save_tails = rank.saves_tails
         self.items: list[PlanItem] = []
         self.sequences: list[Sequence] = []  # of items, in the same order
         self.swap_outs: list[SwapOut] = []
@@ -325,13 +325,7 @@ class RankBuild:
 
     def finish(self) -> tuple[RankPlan, list[tuple[Sequence, int, int]]]:
         """The rank's plan, and its tail saves as (sequence, position, tail) for the commit."""
-        rank = self.rank
-        saves: list[tuple[Sequence, int, int]] = []
-        for sequence, position in self.boundaries:
-            tail = rank.tails.take() if rank.tails is not None else None
-            if tail is None:
-                break
-            saves.append((sequence, position, tail))
+        saves = self.rank.take_tails(self.boundaries)
         plan = RankPlan(
             tuple(self.swap_outs),
             tuple(self.swap_ins),

@@ -32,7 +32,7 @@ from engine.core.waiting import WaitingQueue
 MAX_TOKEN_ID = 2**31 - 1
 
 
-class _Uncommitted(msgspec.Struct):
+class Uncommitted(msgspec.Struct):
     """A plan that was handed out, and whom its items, tail saves and pinned tails belong to."""
 
     plan: StepPlan
@@ -56,7 +56,7 @@ class Scheduler:
         self.prefix_hit_tokens = 0
         self.events: list[Event] = []
         self.build = 0  # counts calls that built a plan, also such as came out empty
-        self._uncommitted: deque[_Uncommitted] = deque()
+        self.uncommitted: deque[Uncommitted] = deque()
         self.next_step = 0
         self.next_sequence_number = 0
         self.num_forking = 0
@@ -136,9 +136,9 @@ class Scheduler:
         """A worker died: every request ends with an error, uncommitted plans are void, and the cache is empty, as device memory is gone."""
         for sequence in list(self.sequences.values()):
             self._end(sequence, Transition.FAIL, "error", now_s, message=message)
-        for record in self._uncommitted:
+        for record in self.uncommitted:
             self._settle_tails(record, attach=False)
-        self._uncommitted.clear()
+        self.uncommitted.clear()
         for rank in self.ranks:
             for source in rank.fork_sources:
                 rank.release(source)
@@ -161,29 +161,29 @@ class Scheduler:
 
     @property
     def num_uncommitted(self) -> int:
-        return len(self._uncommitted)
+        return len(self.uncommitted)
 
     def may_still_be_computed(self, sequence: Sequence) -> bool:
         """An uncommitted plan may have an item of this preempted request, or this very build preempted it: it must not start again yet."""
         if sequence.deferred_build == self.build:
             return True
         step = sequence.deferred_step
-        return step is not None and bool(self._uncommitted) and self._uncommitted[0].plan.step < step
+        return step is not None and bool(self.uncommitted) and self.uncommitted[0].plan.step < step
 
     @property
     def has_work(self) -> bool:
         """There are live requests, or plans to commit."""
-        return bool(self.sequences or self._uncommitted)
+        return bool(self.sequences or self.uncommitted)
 
     def plan(self, now_s: float) -> StepPlan | None:
         """The next step, or None: nothing to do, or (``num_uncommitted`` > 0) nothing before a commit."""
-        if len(self._uncommitted) >= (1 if self.config.draft_tokens else 2):
+        if len(self.uncommitted) >= (1 if self.config.draft_tokens else 2):
             return None
         plan, again = self._build_plan(now_s)
-        if plan is None and again and not self._uncommitted:
+        if plan is None and again and not self.uncommitted:
             # Nothing to compute came out, but memory was given back (a preemption, a fork source): now something fits.
             plan, _ = self._build_plan(now_s)
-        if plan is None and self.sequences and not self._uncommitted:
+        if plan is None and self.sequences and not self.uncommitted:
             raise InvariantError(f"no progress: {len(self.sequences)} requests are alive and none can run")
         return plan
 
@@ -215,7 +215,7 @@ class Scheduler:
         num_items, num_running = sum(len(build.items) for build in builds), sum(len(rank.running) for rank in self.ranks)
         num_tokens = sum(self.config.cache.max_batched_tokens - build.budget for build in builds)
         sequences, saves = [build.sequences for build in builds], [saves for _, saves in finished]
-        self._uncommitted.append(_Uncommitted(plan, num_tokens, sequences, saves, [build.pins for build in builds]))
+        self.uncommitted.append(Uncommitted(plan, num_tokens, sequences, saves, [build.pins for build in builds]))
         self.events.append(StepPlanned(now_s, plan.step, num_items, num_tokens, num_running, self.num_waiting))
         return plan, gave_back
 
@@ -235,12 +235,12 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> tuple[Event, ...]:
         """Take in what came of the oldest uncommitted plan. Raises InvariantError where plan and result do not belong together."""
-        if not self._uncommitted or self._uncommitted[0].plan is not plan:
-            expected = self._uncommitted[0].plan.step if self._uncommitted else None
+        if not self.uncommitted or self.uncommitted[0].plan is not plan:
+            expected = self.uncommitted[0].plan.step if self.uncommitted else None
             raise InvariantError(f"commit of step {plan.step}; the oldest uncommitted is {expected}")
         if result.step != plan.step or len(result.ranks) != len(plan.ranks):
             raise InvariantError(f"the result of step {result.step} ({len(result.ranks)} ranks) is not of step {plan.step}")
-        record = self._uncommitted.popleft()
+        record = self.uncommitted.popleft()
         before = self.num_output_tokens
         for rank_plan, rank_result, sequences in zip(plan.ranks, result.ranks, record.sequences, strict=True):
             self._commit_rank(rank_plan, rank_result, sequences, now_s)
@@ -363,7 +363,7 @@ class Scheduler:
             stop_token = sequence.tokens[-1] if reason == "stop" else None
             self._end(sequence, Transition.FINISH, reason, now_s, stop_token=stop_token)
 
-    def _settle_tails(self, record: _Uncommitted, *, attach: bool) -> None:
+    def _settle_tails(self, record: Uncommitted, *, attach: bool) -> None:
         for rank, saves, pins in zip(self.ranks, record.tail_saves, record.pins, strict=True):
             if rank.tails is None:
                 continue
