@@ -15,6 +15,7 @@ from typing import Any
 import calibration.cli
 import calibration.commands
 import engine.cli
+import twin.demo
 from engine.cli import logs
 from engine.core.errors import ConfigError, RequestError, StoppedError, TwinferError
 from engine.core.specs import ModelSpec
@@ -36,6 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
     engine.cli.register(commands, write_report=_write_serve_report)
     calibration.cli.register(commands)
     calibration.commands.register(commands, read_spec=_read_spec, run_steps=_run_steps, draw_report=_draw_calibration_report)
+    twin.demo.register(commands, read_spec=_read_spec, run_steps=_run_steps, draw_report=_draw_demo_report)
     parser.set_defaults(default_log_level="warning")
     return parser
 
@@ -52,6 +54,13 @@ def _draw_calibration_report(path: Path, summary: Mapping[str, Any], held_out: S
     from dashboards.calibration_report import write_calibration_report
 
     write_calibration_report(path, summary, held_out)
+
+
+def _draw_demo_report(path: Path, summary: Mapping[str, Any]) -> None:
+    """Twin and dashboards meet here. Raises ImportError without plotly."""
+    from dashboards.demo_report import write_demo_report
+
+    write_demo_report(path, summary)
 
 
 def _read_spec(model: str) -> ModelSpec:

@@ -126,7 +126,7 @@ def _run(arguments: argparse.Namespace, read_spec: Callable[[str], ModelSpec], r
             max_context=arguments.max_context,
             run_steps=run_steps,
             partial=partial,
-            progress=_Progress(),
+            progress=PhaseProgress(),
         )
         fit, held_out = calibrate.fit(target, measured)
         fits.append(fit)
@@ -150,7 +150,7 @@ def _target(name: str, spec: ModelSpec, arguments: argparse.Namespace) -> Any:
     return Target(name, spec, spec_hash(spec), auto_dtype(spec), arguments.load_format or "auto", arguments.draft_tokens)
 
 
-class _Progress:
+class PhaseProgress:
     """A line for every tenth of a phase; a bar would need a terminal to itself."""
 
     def __init__(self) -> None:
@@ -253,7 +253,7 @@ def _next(arguments: argparse.Namespace, read_spec: Callable[[str], ModelSpec]) 
     spec = read_spec(name)
     fit = calibration.model(name, _hash(spec))
     layouts = [parse_layout(text) for text in ",".join(arguments.layout or ["tp1dp1ep1"]).split(",")]
-    found = suggestions(fit, spec, layouts, _batches(arguments.batch_sizes), arguments.context, arguments.new_tokens)
+    found = suggestions(fit, spec, layouts, parse_batches(arguments.batch_sizes), arguments.context, arguments.new_tokens)
     if arguments.json:
         _print_json({"suggestions": found})
     else:
@@ -277,7 +277,7 @@ def _predict(arguments: argparse.Namespace, read_spec: Callable[[str], ModelSpec
     _bounds("--draft-tokens", arguments.draft_tokens, 0, 64)
     if not (math.isfinite(arguments.acceptance) and 0 <= arguments.acceptance <= arguments.draft_tokens):
         raise ConfigError(f"--acceptance is {arguments.acceptance}; needed: 0 to --draft-tokens = {arguments.draft_tokens}")
-    batches = _batches(arguments.batch_sizes)
+    batches = parse_batches(arguments.batch_sizes)
     calibration = store.load(arguments.calibration)
     spec = read_spec(arguments.model)
     fit = calibration.model(arguments.model, _hash(spec))
@@ -315,7 +315,7 @@ def _hash(spec: ModelSpec) -> str:
     return spec_hash(spec)
 
 
-def _batches(text: str) -> list[int]:
+def parse_batches(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     if len(parts) > 256 or not all(part.isdecimal() and len(part) <= 5 and 1 <= int(part) <= MAX_BATCH for part in parts):
         raise ConfigError(f"--batch-sizes is {text[:80]!r}; needed: integers from 1 to {MAX_BATCH}, separated by commas")
