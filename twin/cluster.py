@@ -15,7 +15,7 @@ from twin.clock import Clock, Process, Turn
 from twin.config import TransferCost, TwinConfig
 from twin.fold import MetricsFold
 from twin.outcomes import DrawnOutcomes, sampling_params
-from twin.replica import Call, Observer, Replica, StepTotals
+from twin.replica import Call, Listener, Observer, Replica, StepTotals
 from twin.result import Goodput, SimResult
 from twin.routing import Router
 from twin.workload.types import SimRequest, Workload
@@ -23,15 +23,17 @@ from twin.workload.types import SimRequest, Workload
 __all__ = ["Cluster", "TransferCost", "TwinConfig", "simulate"]
 
 
-def simulate(config: TwinConfig, workload: Workload, cost: StepCost, *, observers: Sequence[Observer] = ()) -> SimResult:
-    """Run ``workload`` to its end. ``cost`` prices the steps of each replica.
+def simulate(
+    config: TwinConfig, workload: Workload, cost: StepCost, *, observers: Sequence[Observer] = (), listeners: Sequence[Listener] = ()
+) -> SimResult:
+    """Run ``workload`` to its end. ``cost`` prices the steps of each replica; with observers every step is made.
 
     Raises ConfigError for a configuration or a request that cannot be, DomainError for a time that cannot be, InvariantError where a
     conservation law does not hold at the end.
     """
     config.validate()
     begin_s = time.perf_counter()
-    cluster = Cluster(config, workload, cost, observers)
+    cluster = Cluster(config, workload, cost, observers, listeners)
     cluster.run()
     return cluster.result(time.perf_counter() - begin_s)
 
@@ -39,15 +41,17 @@ def simulate(config: TwinConfig, workload: Workload, cost: StepCost, *, observer
 class Cluster:
     """Clients, gateway and replicas of one simulation."""
 
-    def __init__(self, config: TwinConfig, workload: Workload, cost: StepCost, observers: Sequence[Observer] = ()) -> None:
+    def __init__(
+        self, config: TwinConfig, workload: Workload, cost: StepCost, observers: Sequence[Observer] = (), listeners: Sequence[Listener] = ()
+    ) -> None:
         self.config = config
         self.clock = Clock()
         self.num_arrived = self.num_finished = self.num_rejected = self.num_cancelled = 0
         self._workload = workload
         self._open: dict[int, Call] = {}
         self._router = Router(config.routing, config.num_replicas)
-        self._fold = MetricsFold(config.slo, config.door_s + config.reply_s, config.metrics)
-        self._totals = StepTotals()
+        self.fold = MetricsFold(config.slo, config.door_s + config.reply_s, config.metrics)
+        self._totals = [StepTotals() for _ in range(config.num_replicas)]
         # As in the engine the door is the gateway's: when all slots are free and a burst arrives, all of it waits for a moment.
         core_config = msgspec.structs.replace(config.scheduler, max_waiting=config.requests_per_replica)
         self.replicas = [
@@ -57,11 +61,14 @@ class Cluster:
                 self.clock,
                 cost,
                 DrawnOutcomes(config.acceptance, config.seed, index),
-                self._fold,
-                self._totals,
+                self.fold,
+                self._totals[index],
                 self._ended,
                 transfer=config.transfer,
                 observers=observers,
+                listeners=listeners,
+                fast_forward=config.fast_forward,
+                keeps_cache=config.routing == "prefix-aware",
             )
             for index in range(config.num_replicas)
         ]
@@ -150,7 +157,9 @@ class Cluster:
 
     def result(self, wall_s: float) -> SimResult:
         """What came of it; ``wall_s`` is how long it took to simulate."""
-        config, fold, totals = self.config, self._fold, self._totals
+        config, fold, totals = self.config, self.fold, StepTotals()
+        for each in self._totals:
+            totals.include(each)
         sim_s = fold.duration_s
         gpu_s = sim_s * config.num_replicas * config.gpus_per_replica
         usd, watts = config.usd_per_gpu_hour, config.watts_per_gpu

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from engine.core.events import Admitted, Arrived, Event, Finished, Preempted, Rejected, StepCommitted, TokensEmitted
+from engine.core.events import Admitted, Arrived, DecodeStretch, Finished, LogEvent, Preempted, Rejected, StepCommitted, TokensEmitted
 from engine.core.metrics import Distribution, DraftCounts, RequestMetrics, Slo, is_good, percentile
 from engine.core.plan import RequestId
 from twin.config import MetricsMode
@@ -73,6 +73,15 @@ class Values:
         p50, p90, p99 = (self._binned(ends, share) for share in (0.5, 0.9, 0.99))
         return Distribution(self._count, self._sum / self._count, p50, p90, p99, self._highest)
 
+    def quantiles(self, number: int) -> list[float]:
+        """Values at ``number`` (2 or more) even shares, the smallest and the largest among them; none of none."""
+        shares = np.linspace(0.0, 1.0, number)
+        if self._values is not None:
+            found: list[float] = np.quantile(np.frombuffer(self._values, dtype=np.float64), shares).tolist() if self._values else []
+            return found
+        ends = np.cumsum(self._bins)
+        return [self._binned(ends, share) for share in shares.tolist()] if self._count else []
+
     def _binned(self, ends: np.ndarray, share: float) -> float:
         """The geometric middle of the bin that holds the closest rank."""
         index = int(np.searchsorted(ends, share * (self._count - 1), side="right"))
@@ -101,12 +110,16 @@ class MetricsFold:
     def is_exact(self) -> bool:
         return all(values.is_exact for values in (self.ttft_s, self.tpot_s, self.itl_s, self.e2e_s))
 
+    def quantiles(self, number: int) -> dict[str, list[float]]:
+        """Of each latency, by its name."""
+        return {name: getattr(self, name).quantiles(number) for name in ("ttft_s", "tpot_s", "itl_s", "e2e_s")}
+
     @property
     def duration_s(self) -> float:
         """Last end - first arrival, 0 without an end."""
         return max(0.0, self.last_end_s - self.first_arrival_s)
 
-    def add(self, events: Iterable[Event]) -> list[Finished]:
+    def add(self, events: Iterable[LogEvent]) -> list[Finished]:
         """Returns the ends among them."""
         live, ended = self.live, list[Finished]()
         for event in events:
@@ -119,7 +132,7 @@ class MetricsFold:
                 self._count(event)
         return ended
 
-    def _count(self, event: Event) -> None:
+    def _count(self, event: LogEvent) -> None:
         match event:
             case Arrived():
                 arrived_s = event.now_s - self._outside_s
@@ -130,6 +143,11 @@ class MetricsFold:
                 self.prefix_hit_tokens += event.num_cached_tokens
             case Preempted():
                 self.num_preemptions += 1
+            case DecodeStretch():
+                gaps_s = event.gaps_s
+                for request in event.requests:
+                    self.live[request].decoded(event.committed_s, gaps_s)
+                self.num_steps += len(event.committed_s)
             case StepCommitted():
                 self.num_steps += 1
                 if event.num_verified_items:

@@ -14,15 +14,18 @@ from typing import Protocol
 import simpy
 
 from engine.core.errors import CapacityError, RequestError
-from engine.core.events import Event
+from engine.core.events import Event, LogEvent
 from engine.core.plan import RequestId, StepPlan, StepResult
+from engine.core.rank import RankState
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.core.scheduler_config import SchedulerConfig
-from engine.core.step_cost import StepCost, StepPrice
+from engine.core.step_cost import ComponentPrice, Provenance, StepCost, StepPrice
+from engine.core.stretch import StretchCost, StretchPrice
 from twin.clock import Clock, Process, Turn
 from twin.config import TransferCost
 from twin.fold import MetricsFold
+from twin.leap import Foreknown, Leap, find_leap
 from twin.outcomes import Outcomes
 from twin.result import KvPeak, StepTime
 from twin.workload.types import SimRequest
@@ -31,8 +34,14 @@ MAX_PLANS_IN_FLIGHT = 2  # the actor's: one runs, one waits at the worker
 MAX_NOTES = 8
 
 
+class Listener(Protocol):
+    """Hears of the events of every replica, of each in their order; steps that only decode may come as one."""
+
+    def events(self, replica: int, events: Sequence[LogEvent]) -> None: ...
+
+
 class Observer(Protocol):
-    """Sees what every replica decides, as it happens: what the engine's own observers see, and of which replica."""
+    """Sees what every replica decides, as it happens: what the engine's own observers see, and of which replica. No step is skipped."""
 
     def planned(self, replica: int, plan: StepPlan, now_s: float) -> None: ...
 
@@ -75,6 +84,8 @@ class StepTotals:
         self.num_steps = self.num_extrapolated = 0
         self.busy_s = self.low_s = self.high_s = self.transfer_s = 0.0
         self.notes: dict[str, None] = {}
+        self._component_s: dict[str, float] = {}
+        self._provenance: dict[str, Provenance] = {}
         self.peak_blocks = self.peak_tokens = 0
 
     def add(self, price: StepPrice, transfer_s: float) -> None:
@@ -84,22 +95,72 @@ class StepTotals:
         self.high_s += price.high_s + transfer_s
         self.transfer_s += transfer_s
         self.num_extrapolated += price.extrapolated
-        if price.note and len(self.notes) < MAX_NOTES:
-            self.notes[price.note] = None
+        component_s = self._component_s
+        for name, part in price.components.items():
+            if name in component_s:
+                component_s[name] += part.seconds
+            else:
+                component_s[name], self._provenance[name] = part.seconds, part.provenance
+        self._note(price.note)
+
+    def add_stretch(self, price: StretchPrice, count: int) -> None:
+        """The first ``count`` steps of ``price``, in the order of steps: the sums are those of adding them one by one."""
+        self.num_steps += count
+        self.num_extrapolated += sum(price.extrapolated[:count])
+        self.busy_s = _added(self.busy_s, price.step_s, count)
+        self.low_s = _added(self.low_s, price.low_s, count)
+        self.high_s = _added(self.high_s, price.high_s, count)
+        for name, seconds in price.components.items():
+            if name in self._component_s or any(seconds[:count]):
+                self._component_s[name] = _added(self._component_s.get(name, 0.0), seconds, count)
+                self._provenance.setdefault(name, price.provenance[name])
+        self._note(price.note)
+
+    def _note(self, note: str) -> None:
+        if note and len(self.notes) < MAX_NOTES:
+            self.notes[note] = None
 
     def look(self, core: Scheduler) -> None:
         """After a plan took its blocks."""
         for rank in core.ranks:
-            held = rank.pool.num_blocks - rank.num_allocatable
-            if held > self.peak_blocks:
-                self.peak_blocks, self.peak_tokens = held, rank.num_held_tokens
+            self.fill(rank.pool.num_blocks - rank.num_allocatable, rank)
+
+    def fill(self, held_blocks: int, rank: RankState) -> None:
+        """Of the moments with most blocks in use, that with most tokens counts."""
+        if held_blocks >= self.peak_blocks:
+            tokens = rank.num_held_tokens
+            if (held_blocks, tokens) > (self.peak_blocks, self.peak_tokens):
+                self.peak_blocks, self.peak_tokens = held_blocks, tokens
+
+    def include(self, other: StepTotals) -> None:
+        """Those of another replica, whose steps all come after these."""
+        self.num_steps += other.num_steps
+        self.num_extrapolated += other.num_extrapolated
+        self.busy_s += other.busy_s
+        self.low_s += other.low_s
+        self.high_s += other.high_s
+        self.transfer_s += other.transfer_s
+        for note in other.notes:
+            self._note(note)
+        for name, seconds in other._component_s.items():
+            self._component_s[name] = self._component_s.get(name, 0.0) + seconds
+            self._provenance.setdefault(name, other._provenance[name])
+        peak = max((self.peak_blocks, self.peak_tokens), (other.peak_blocks, other.peak_tokens))
+        self.peak_blocks, self.peak_tokens = peak
 
     def step_time(self) -> StepTime:
         share = self.num_extrapolated / self.num_steps if self.num_steps else 0.0
-        return StepTime(self.busy_s, self.low_s, self.high_s, self.transfer_s, share, tuple(self.notes))
+        components = {name: ComponentPrice(seconds, self._provenance[name]) for name, seconds in self._component_s.items()}
+        return StepTime(self.busy_s, self.low_s, self.high_s, self.transfer_s, share, tuple(self.notes), components)
 
     def kv_peak(self, num_blocks: int) -> KvPeak:
         return KvPeak(self.peak_blocks / num_blocks, self.peak_blocks, self.peak_tokens)
+
+
+def _added(total: float, values: Sequence[float], count: int) -> float:
+    for value in values[:count]:
+        total += value
+    return total
 
 
 class Replica:
@@ -118,8 +179,13 @@ class Replica:
         *,
         transfer: TransferCost | None = None,
         observers: Sequence[Observer] = (),
+        listeners: Sequence[Listener] = (),
+        fast_forward: bool = False,
+        keeps_cache: bool = False,
     ) -> None:
-        """``ended(call, is_rejected)`` is told of every call that the scheduler is done with."""
+        """``ended(call, is_rejected)`` is told of every call that the scheduler is done with. ``fast_forward``: decode steps in one go,
+        where cost and outcomes allow it and nobody looks on; ``keeps_cache``: and no cached prefix comes or goes (a router looks at these).
+        """
         self.index = index
         self.core = Scheduler(config)
         self.queued_prompt_tokens = 0  # of calls that have not ended
@@ -127,6 +193,13 @@ class Replica:
         self._fold, self._totals, self._ended = fold, totals, ended
         self._transfer = transfer
         self._observers = tuple(observers)
+        self._listeners = tuple(listeners)
+        self._keeps_cache = keeps_cache
+        self._leap: Leap | None = None
+        self._foreknown: tuple[Foreknown, StretchCost] | None = None
+        if fast_forward and not observers and isinstance(outcomes, Foreknown) and isinstance(cost, StretchCost):
+            self._foreknown = outcomes, cost
+        self._where = f"step time of replica {index}"
         self._mailbox: deque[_Submit | Call] = deque()
         self._calls: dict[RequestId, Call] = {}
         self._num_submitted = 0  # in the mailbox
@@ -152,9 +225,14 @@ class Replica:
 
     def run(self) -> Process:
         """The actor's ``serve``."""
-        where = f"step time of replica {self.index}"
+        where, turn = self._where, Turn.STEP_END + self.index
         while True:
             self._read_mailbox()
+            leap_end = self._find_leap()
+            if leap_end is not None:
+                yield leap_end
+                self._land()
+                continue
             while len(self._in_flight) < MAX_PLANS_IN_FLIGHT and self._dispatch():
                 pass
             if not self._in_flight:
@@ -162,7 +240,7 @@ class Replica:
                 yield self._sleeper
                 continue
             # The older plan's step began now: it was sent to an idle worker, or the step before it has just ended.
-            yield self._clock.after(self._in_flight[0].seconds, Turn.STEP_END, where)
+            yield self._clock.after(self._in_flight[0].seconds, turn, where)
             events = self._commit(self._in_flight.popleft())
             if not self._in_flight:
                 self._read_mailbox()
@@ -178,9 +256,7 @@ class Replica:
                 self._num_submitted -= 1
                 self._submit(message)
             elif message.request.index in self._calls:
-                events = self.core.abort(message.request.index, self._clock.now_s)
-                self._note(events)
-                self._deliver(events)
+                self._publish(self.core.abort(message.request.index, self._clock.now_s))
 
     def _submit(self, message: _Submit) -> None:
         call, request = message.call, message.request
@@ -190,14 +266,47 @@ class Replica:
         try:
             events = self.core.submit(request, message.arrived_s)
         except (RequestError, CapacityError):
-            self._note(self.core.take_events())
+            self._publish(self.core.take_events())
             self.queued_prompt_tokens -= len(request.prompt)
             self._ended(call, True)
             return
         self._calls[request.id] = call
         self._outcomes.begin(call.request)
-        self._note(events)
-        self._fold.add(events)
+        self._publish(events)
+
+    def _find_leap(self) -> simpy.Event | None:
+        """To be asked with one plan under way, before the next is made. The event is the leap's end."""
+        if self._foreknown is None or len(self._in_flight) != MAX_PLANS_IN_FLIGHT - 1:
+            return None
+        now_s = self._clock.now_s
+        self._leap = find_leap(self.core, *self._foreknown, now_s, now_s + self._in_flight[0].seconds, keeps_cache=self._keeps_cache)
+        if self._leap is None:
+            return None
+        self._sleeper = self._clock.at(self._leap.ends_s[-1], Turn.STEP_END + self.index, self._where)
+        return self._sleeper
+
+    def _land(self) -> None:
+        """Take the scheduler to where the leap ends."""
+        leap, flight = self._leap, self._in_flight.popleft()
+        assert leap is not None
+        assert self._foreknown is not None
+        self._leap = self._sleeper = None
+        price, count = leap.price, len(leap.ends_s)
+        gap_s = price.components.get("host_gap")
+        forward_s = [
+            flight.forward_s,
+            *(price.step_s if gap_s is None else [step - gap for step, gap in zip(price.step_s, gap_s, strict=True)]),
+        ]
+        events = leap.stretch.advance(leap.begin_s, leap.ends_s, forward_s[:count])
+        for rank in self.core.ranks:
+            for sequence in rank.running:
+                self._foreknown[0].skip(sequence.id, count)
+            self._totals.fill(leap.stretch.held_blocks[rank.rank], rank)
+        self._totals.add_stretch(price, count)
+        self._in_flight.append(_Flight(self.core.uncommitted[0].plan, price.step_s[count - 1], forward_s[count]))
+        for listener in self._listeners:
+            listener.events(self.index, events)
+        self._deliver(events)
 
     def _dispatch(self) -> bool:
         """Make, price and send one plan; false where the core has none."""
@@ -207,8 +316,9 @@ class Replica:
             return False
         price = self._cost.price(plan)
         transfer_s = 0.0 if self._transfer is None else self._transfer.seconds(plan)
+        step_s = price.step_s + transfer_s
         gap = price.components.get("host_gap")
-        self._in_flight.append(_Flight(plan, price.step_s + transfer_s, price.step_s + transfer_s - (gap.seconds if gap else 0.0)))
+        self._in_flight.append(_Flight(plan, step_s, step_s if gap is None else step_s - gap.seconds))
         self._totals.add(price, transfer_s)
         self._totals.look(self.core)
         for observer in self._observers:
@@ -224,7 +334,11 @@ class Replica:
         self._note(events)
         return events
 
-    def _deliver(self, events: Sequence[Event]) -> None:
+    def _publish(self, events: Sequence[Event]) -> None:
+        self._note(events)
+        self._deliver(events)
+
+    def _deliver(self, events: Sequence[LogEvent]) -> None:
         for end in self._fold.add(events):
             call = self._calls.pop(end.request)
             self.queued_prompt_tokens -= end.num_prompt_tokens
@@ -235,8 +349,16 @@ class Replica:
         if events:
             for observer in self._observers:
                 observer.events(self.index, events)
+            for listener in self._listeners:
+                listener.events(self.index, events)
 
     def _wake(self) -> None:
-        if self._sleeper is not None:
+        if self._leap is not None and self._sleeper is not None:
+            turn = Turn.STEP_END + self.index
+            end_s = self._leap.ends_s[-1]
+            sooner_s = self._leap.cut(self._clock.now_s, self._clock.has_had(turn))
+            if sooner_s < end_s:
+                self._sleeper = self._clock.sooner(self._sleeper, sooner_s, turn, self._where)
+        elif self._sleeper is not None:
             self._clock.wake(self._sleeper)
             self._sleeper = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from engine.core.metrics import Distribution, Slo
+from engine.core.step_cost import ComponentPrice
 
 
 class Goodput(msgspec.Struct, frozen=True):
@@ -26,7 +27,8 @@ class KvPeak(msgspec.Struct, frozen=True):
 class StepTime(msgspec.Struct, frozen=True):
     """Summed over all steps: the expectation, the 90 % bounds of the cost model (as if all steps erred alike), and what is behind them.
 
-    ``extrapolated_share``: steps outside what the model was fitted on; ``notes`` are its own, each once, the first few.
+    ``extrapolated_share``: steps outside what the model was fitted on; ``notes`` are its own, each once, the first few. ``components`` add
+    up to busy_s - transfer_s.
     """
 
     busy_s: float
@@ -35,6 +37,7 @@ class StepTime(msgspec.Struct, frozen=True):
     transfer_s: float
     extrapolated_share: float
     notes: tuple[str, ...]
+    components: dict[str, ComponentPrice]
 
 
 class SimResult(msgspec.Struct, frozen=True):
