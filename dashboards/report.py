@@ -111,16 +111,16 @@ def _title(summary: Mapping[str, Any]) -> str:
 
 def _header(summary: Mapping[str, Any]) -> str:
     served = (
-        f"{summary['finished']:,} of {summary['requests']:,} requests finished in {_number(summary['duration_s'])} s: "
-        f"{_number(summary['requests_per_s'])} req/s, {_number(summary['output_tokens_per_s'])} output tokens/s "
-        f"(peak {_number(summary['peak_output_tokens_per_s'])})."
+        f"{summary['finished']:,} of {summary['requests']:,} requests finished in {number(summary['duration_s'])} s: "
+        f"{number(summary['requests_per_s'])} req/s, {number(summary['output_tokens_per_s'])} output tokens/s "
+        f"(peak {number(summary['peak_output_tokens_per_s'])})."
     )
     lines = [f"<h1>{escape(_title(summary))}</h1>", f"<p>{escape(served)}</p>"]
     if summary["failed"] or summary["cancelled"]:
         failed = f"{summary['failed']:,} failed ({summary['timed_out']:,} by time-out), {summary['cancelled']:,} cancelled by the client."
         lines.append(f'<p class="warning">{escape(failed)}</p>')
     if summary["goodput_share"] is not None:
-        good = f"Goodput {_number(summary['goodput'])} req/s: {summary['goodput_share']:.1%} of the requests are within every limit."
+        good = f"Goodput {number(summary['goodput'])} req/s: {summary['goodput_share']:.1%} of the requests are within every limit."
         lines.append(f"<p>{escape(good)}</p>")
     lines += [f'<p class="warning">Warning: {escape(str(text))}</p>' for text in summary["warnings"]]
     lines += [f"<pre>{escape(str(text))}</pre>" for text in summary["error_examples"]]
@@ -141,7 +141,7 @@ def _latency_table(summary: Mapping[str, Any]) -> str:
     ):
         values = summary[key]
         if values["count"]:
-            cells = [_number(values[column] * scale) for column in ("mean", "p50", "p90", "p99", "max")]
+            cells = [number(values[column] * scale) for column in ("mean", "p50", "p90", "p99", "max")]
             rows.append([name, *cells, f"{values['count']:,}"])
     return "<h2>Latencies</h2>\n" + table(["", "mean", "p50", "p90", "p99", "max", "count"], rows)
 
@@ -155,21 +155,21 @@ def _charts(summary: Mapping[str, Any], requests: Sequence[Row]) -> Iterator[Cha
     for key, label, limit_key in figures.LATENCIES:
         ordered = figures.values_ms(requests, key)
         limit_s = slo.get(limit_key)
-        rows = [[f"{share:.0%}", _number(ordered[_place(ordered, share)])] for share in SHARES] if ordered else []
+        rows = [[f"{share:.0%}", number(ordered[place(ordered, share)])] for share in SHARES] if ordered else []
         yield _cdf_caption(label, ordered, limit_s), figures.cdf(requests, key, label, limit_s), ["share", f"{label} (ms)"], rows
     windows = summary["windows"]
     mean, peak = summary["output_tokens_per_s"], summary["peak_output_tokens_per_s"]
-    table = [[_number(row["time_s"]), _number(row["output_tokens_per_s"]), _number(row["concurrency"])] for row in windows]
+    table = [[number(row["time_s"]), number(row["output_tokens_per_s"]), number(row["concurrency"])] for row in windows]
     columns = ["time (s)", "output tokens/s", "requests running"]
     yield (
-        f"Output throughput: mean {_number(mean)} tokens/s, peak {_number(peak)} in one window",
+        f"Output throughput: mean {number(mean)} tokens/s, peak {number(peak)} in one window",
         figures.throughput(windows, mean),
         columns,
         table,
     )
     running = summary["concurrency"]
     yield (
-        f"Requests running: mean {_number(running['mean'])}, peak {_number(running['peak'])}",
+        f"Requests running: mean {number(running['mean'])}, peak {number(running['peak'])}",
         figures.concurrency(windows, summary["max_concurrency"]),
         columns,
         table,
@@ -180,14 +180,14 @@ def _charts(summary: Mapping[str, Any], requests: Sequence[Row]) -> Iterator[Cha
 def _cdf_caption(label: str, ordered: Sequence[float], limit_s: float | None) -> str:
     if not ordered:
         return f"{label}: no request has one"
-    text = f"{label}: half are within {_number(ordered[_place(ordered, 0.5)])} ms, 99 % within {_number(ordered[_place(ordered, 0.99)])} ms"
+    text = f"{label}: half are within {number(ordered[place(ordered, 0.5)])} ms, 99 % within {number(ordered[place(ordered, 0.99)])} ms"
     if limit_s is not None:
         within = sum(value <= limit_s * 1e3 for value in ordered)
         text += f"; {within / len(ordered):.1%} keep the limit of {limit_s * 1e3:g} ms"
     return f"{text} (n = {len(ordered):,})"
 
 
-def _place(ordered: Sequence[float], share: float) -> int:
+def place(ordered: Sequence[float], share: float) -> int:
     """The first value that so many are at or below."""
     return max(0, math.ceil(round(share * len(ordered), 6)) - 1)
 
@@ -207,8 +207,8 @@ def _request_table(requests: Sequence[Row]) -> tuple[list[str], list[list[object
     rows: list[list[object]] = [
         [
             row["index"],
-            _number(row["sent_s"]),
-            *(_number(None if row[key] is None else row[key] * 1e3) for key in ("ttft_s", "tpot_s", "e2e_s")),
+            number(row["sent_s"]),
+            *(number(None if row[key] is None else row[key] * 1e3) for key in ("ttft_s", "tpot_s", "e2e_s")),
             *(f"{row[key]:,}" for key in ("prompt_tokens", "cached_tokens", "output_tokens")),
             row["outcome"],
         ]
@@ -258,7 +258,7 @@ def _settings(summary: Mapping[str, Any]) -> str:
     return f"<h2>Settings</h2>\n<pre>{escape(json.dumps(shown, indent=2, ensure_ascii=False))}</pre>"
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -9,8 +9,8 @@ import msgspec
 from engine.core.plan import StepPlan
 
 # measured: fitted on this shape of rank, on this machine; interpolated: between measured ones; scaled: by FLOP and bytes from another shape
-# of rank; roofline: from the device's published rates alone. From the best to the weakest.
-Provenance = Literal["measured", "interpolated", "scaled", "roofline"]
+# of rank; roofline: from the device's published rates alone. From the best to the weakest; given: stated by who asked, measured by nobody.
+Provenance = Literal["measured", "interpolated", "scaled", "roofline", "given"]
 
 
 class ComponentPrice(msgspec.Struct, frozen=True):
