@@ -8,12 +8,14 @@ Engram's rows travel beside the layers before the first that needs them: only wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
+from calibration.decode_steps import decode_steps
 from calibration.features import Array, FeatureTable, table_of_plans, uniform_steps
 from calibration.fit import column_names
 from calibration.floors import Messages, Resource, Term, messages, terms
@@ -23,6 +25,7 @@ from engine.core.plan import StepPlan
 from engine.core.sharding import EngramPlacement, RankPlace
 from engine.core.specs import COMPONENTS, ModelSpec, V41Spec
 from engine.core.step_cost import ComponentPrice, Provenance, StepPrice
+from engine.core.stretch import StretchPrice
 
 # How much wider an interval is where the rank's own shape was never measured, and per factor of e outside the measured range.
 SCALED_WIDENING = 1.5
@@ -199,6 +202,19 @@ class CalibratedCost:
             note=priced.note,
         )
 
+    def price_stretch(self, contexts: Sequence[Sequence[int]], num_steps: int, saved_tails: Sequence[Sequence[int]]) -> StretchPrice:
+        """Implements ``core.stretch.StretchCost``."""
+        priced = self.price_table(decode_steps(self.spec, contexts, num_steps, saved_tails))
+        return StretchPrice(
+            step_s=priced.step_s.tolist(),
+            low_s=priced.low_s.tolist(),
+            high_s=priced.high_s.tolist(),
+            components={name: seconds.tolist() for name, seconds in priced.components.items()},
+            provenance=priced.provenance,
+            extrapolated=priced.extrapolated.tolist(),
+            note=priced.note,
+        )
+
     def rank_seconds(self, table: FeatureTable) -> dict[str, Array]:
         """Seconds [N, R] of each component on each data rank, its collectives left out, as fitted and at the probed speed."""
         if table.num_ranks != self.layout.dp:
@@ -230,7 +246,7 @@ class CalibratedCost:
     def price_table(self, table: FeatureTable) -> PricedTable:
         """Prices of N steps at once."""
         ranks = self.rank_seconds(table)
-        total = np.sum(list(ranks.values()), axis=0)
+        total = added(ranks.values())
         slowest = total.argmax(axis=1)[:, None]
         step, count = self.step_fit, table.num_steps
         components = {name: np.take_along_axis(seconds, slowest, 1)[:, 0] * step.compute_scale for name, seconds in ranks.items()}
@@ -240,7 +256,7 @@ class CalibratedCost:
         busy = (table.tokens.sum(axis=1) > 0).astype(np.float64)
         gap = step.gap_s * busy + step.gap_per_request_s * table.requests.sum(axis=1)
         components["host_gap"] = (gap + step.gap_per_start_s * table.started_requests.sum(axis=1)) * self.probe.host
-        step_s = np.sum(list(components.values()), axis=0)
+        step_s = added(components.values())
         outside = self._outside(table)
         low, high = self._bounds(outside)
         provenance = {name: self._provenance(name) for name in components}
@@ -251,7 +267,7 @@ class CalibratedCost:
         """Time of the layers before the first that needs Engram's rows."""
         first = self.spec.engram.layer_ids[0] if isinstance(self.spec, V41Spec) and self.spec.engram else 0
         inside = [seconds for name, seconds in components.items() if name not in ("lm_head", "sampler", "other", "draft", "engram.fetch")]
-        return np.asarray(np.sum(inside, axis=0) * (first / self.spec.num_layers))
+        return added(inside) * (first / self.spec.num_layers)
 
     def _outside(self, table: FeatureTable) -> Array:
         """[N] how far a step lies outside the measured hull, in factors of e (0: inside, or a little beyond its edge)."""
@@ -294,6 +310,11 @@ class CalibratedCost:
 
 
 _EDGE = float(np.log(1.1))
+
+
+def added(parts: Iterable[Array]) -> Array:
+    """One after the other: the sum of a step does not depend on how many steps are priced with it, as numpy's own sums do."""
+    return functools.reduce(np.add, parts)
 
 
 def evaluate(work: Sequence[Term], fit: ComponentFit) -> Array:

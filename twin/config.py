@@ -70,6 +70,7 @@ class TwinConfig(msgspec.Struct, frozen=True, kw_only=True):
     transfer          time of swaps and copies, added to the step; None: the cost model prices them
     gpus_per_replica  what ``gpu_s`` counts; ``usd_per_gpu_hour`` and ``watts_per_gpu`` make money and energy of it, None: unknown
     slo               limits of the requests that count as goodput
+    fast_forward      stretches of plain decode in one event, with the same results; off: every step is made
     metrics           exact: percentiles of every value, up to a bound on their number; flat: histograms, memory independent of the requests
     """
 
@@ -86,6 +87,7 @@ class TwinConfig(msgspec.Struct, frozen=True, kw_only=True):
     watts_per_gpu: float | None = None
     slo: Slo = Slo()
     seed: int = 0
+    fast_forward: bool = True
     metrics: MetricsMode = "exact"
 
     @property

@@ -12,8 +12,10 @@ from typing import Protocol
 from engine.core.acceptance import draw_accepted
 from engine.core.errors import InvariantError
 from engine.core.plan import ItemResult, PlanItem, RankResult, RequestId, StepPlan, StepResult
+from engine.core.request import Sequence
 from engine.core.sampling import SamplingParams
 from engine.core.scheduler import MAX_TOKEN_ID
+from engine.core.stretch import Answer
 from twin.workload.types import SimRequest
 
 STOP_TOKEN = MAX_TOKEN_ID  # above every vocabulary
@@ -62,6 +64,14 @@ class DrawnOutcomes:
     def end(self, request: RequestId) -> None:
         """It finished or left; a plan made before may still have an item of it."""
         del self._answers[request]
+
+    def answer_of(self, sequence: Sequence) -> Answer:
+        answer = self._answers[sequence.id]
+        return Answer(answer.token, answer.left)
+
+    def skip(self, request: RequestId, count: int) -> None:
+        """``count`` more results of it were given: its token each time."""
+        self._answers[request].left -= count
 
     def result(self, plan: StepPlan, forward_s: float) -> StepResult:
         answers = self._answers

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Literal, Union
 
@@ -132,6 +133,11 @@ class DecodeStretch(msgspec.Struct, frozen=True, tag="stretch"):
     requests: tuple[RequestId, ...]
     tokens: tuple[int, ...]
     num_waiting: int
+
+    @property
+    def gaps_s(self) -> tuple[float, ...]:
+        """Between its commits."""
+        return tuple([after - before for before, after in itertools.pairwise(self.committed_s)])
 
     def expanded(self) -> Iterator[Event]:
         count = len(self.requests)

@@ -265,8 +265,7 @@ class MetricsLog:
 
     def _add_stretch(self, event: DecodeStretch) -> None:
         """As its expanded events, in O(requests + steps)."""
-        committed_s = event.committed_s
-        gaps_s = tuple([after - before for before, after in itertools.pairwise(committed_s)])
+        committed_s, gaps_s = event.committed_s, event.gaps_s
         for request in event.requests:
             self.requests[request].decoded(committed_s, gaps_s)
         self.shared_gaps_s.append((gaps_s, len(event.requests)))

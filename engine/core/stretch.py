@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from engine.core.errors import InvariantError
 from engine.core.events import DecodeStretch, Event, LogEvent
@@ -27,16 +27,37 @@ from engine.core.plan import BlockAppend, PlanItem, RankPlan, StepPlan, TailSave
 from engine.core.rank import RankState
 from engine.core.request import Sequence
 from engine.core.scheduler import Scheduler, Uncommitted
+from engine.core.step_cost import Provenance
 
 Saves = list[tuple[Sequence, int, int]]  # sequence, position, tail
 
 
 class Answer(NamedTuple):
-    """What the driver will say of one request: ``token`` again and again until it has ``num_tokens`` of output. Of more nothing is known:
-    that last token may be the one that ends it."""
+    """What the driver will say of one request: ``token`` in each result, before the last of ``num_left`` more. That one may end it."""
 
     token: int
-    num_tokens: int
+    num_left: int
+
+
+class StretchPrice(NamedTuple):
+    """Prices of the steps that a stretch plans: ``StepPrice`` as columns, one number a step. ``components`` of all steps alike."""
+
+    step_s: list[float]
+    low_s: list[float]
+    high_s: list[float]
+    components: dict[str, list[float]]
+    provenance: dict[str, Provenance]
+    extrapolated: list[bool]
+    note: str = ""
+
+
+@runtime_checkable
+class StretchCost(Protocol):
+    """A cost model that prices steady decode without plans, to the last bit as ``StepCost.price`` does step by step."""
+
+    def price_stretch(self, contexts: Seq[Seq[int]], num_steps: int, saved_tails: Seq[Seq[int]]) -> StretchPrice:
+        """Of ``Stretch.contexts`` and ``saved_tails``."""
+        ...
 
 
 class RankStretch(NamedTuple):
@@ -53,6 +74,7 @@ class Stretch:
 
     contexts        [rank][request] tokens in cache after the step that the first round plans; one more with each round
     saved_tails     [round][rank] window tails that the planned steps save; empty where the model has none
+    held_blocks     [rank] blocks in use after the last plan, once it has advanced; they only grow
     """
 
     def __init__(self, scheduler: Scheduler, ranks: list[RankStretch], num_steps: int) -> None:
@@ -60,6 +82,7 @@ class Stretch:
         self.num_steps = num_steps
         self.contexts = [[sequence.num_planned + 1 for sequence in rank.running] for rank in scheduler.ranks]
         self.saved_tails = _count_saves(scheduler, ranks, num_steps)
+        self.held_blocks: list[int] = []
         self._ranks = ranks
         self._first_step = scheduler.next_step
 
@@ -76,9 +99,11 @@ class Stretch:
             raise InvariantError(f"a stretch from step {self._first_step}, and the scheduler plans step {scheduler.next_step}")
         depth = len(scheduler.uncommitted)
         saves: list[Saves] = scheduler.uncommitted.popleft().tail_saves if depth else [[] for _ in scheduler.ranks]
-        plans = [
-            _advance_rank(rank, stretch, saves[rank.rank], count, depth) for rank, stretch in zip(scheduler.ranks, self._ranks, strict=True)
-        ]
+        plans: list[tuple[RankPlan, Saves]] = []
+        for rank, stretch in zip(scheduler.ranks, self._ranks, strict=True):
+            rank_plan, pending, held = _advance_rank(rank, stretch, saves[rank.rank], count, depth)
+            plans.append((rank_plan, pending))
+            self.held_blocks.append(held)
         num_items = sum(len(rank.running) for rank in scheduler.ranks)
         step = scheduler.next_step
         scheduler.build += count
@@ -101,10 +126,13 @@ class Stretch:
         return *due, DecodeStretch(now_s, step, depth, tuple(committed_s), tuple(forward_s), requests, tokens, scheduler.num_waiting)
 
 
-def find_stretch(scheduler: Scheduler, answer_of: Callable[[Sequence], Answer], max_steps: int) -> Stretch | None:
+def find_stretch(
+    scheduler: Scheduler, answer_of: Callable[[Sequence], Answer], max_steps: int, *, keeps_cache: bool = False
+) -> Stretch | None:
     """The longest stretch from here, at most ``max_steps`` rounds; None where the very next step may differ from plain decode.
 
-    To be asked when the driver would plan. O(running requests).
+    To be asked when the driver would plan. ``keeps_cache``: only as long as no cached prefix comes or goes, for a driver that looks at
+    prefixes in between. O(running requests).
     """
     depth = len(scheduler.uncommitted)
     if scheduler.config.draft_tokens or depth > 1 or scheduler.num_forking or not _admits_nobody(scheduler):
@@ -115,15 +143,17 @@ def find_stretch(scheduler: Scheduler, answer_of: Callable[[Sequence], Answer], 
     for rank in scheduler.ranks:
         if rank.fork_sources or (record is not None and record.sequences[rank.rank] != rank.running):
             return None
+        if keeps_cache and record is not None and record.tail_saves[rank.rank]:
+            return None
         tokens: list[int] = []
         num_running += len(rank.running)
         for sequence in rank.running:
-            token, num_tokens = answer_of(sequence)
+            token, num_left = answer_of(sequence)
             known = len(sequence.tokens)
             if sequence.num_computed < sequence.target or sequence.num_expected != known + depth or token in sequence.stop_ids:
                 return None
             # The token that ends it, for the driver or by length, is left to ``commit``, and so is a plan that leaves it out.
-            num_steps = min(num_steps, num_tokens - 1 - (known - sequence.num_prompt), sequence.limit - known - max(1, depth))
+            num_steps = min(num_steps, num_left - 1, sequence.limit - known - max(1, depth))
             if num_steps < 1:
                 return None
             tokens.append(token)
@@ -131,7 +161,7 @@ def find_stretch(scheduler: Scheduler, answer_of: Callable[[Sequence], Answer], 
     if num_running == 0:
         return None
     for rank, stretch in zip(scheduler.ranks, ranks, strict=True):
-        num_steps = _plan_blocks(rank, stretch, num_steps)
+        num_steps = _plan_blocks(rank, stretch, num_steps, keeps_cache)
     return Stretch(scheduler, ranks, num_steps) if num_steps > 0 else None
 
 
@@ -141,7 +171,7 @@ def _admits_nobody(scheduler: Scheduler) -> bool:
     return not scheduler.waiting or not any(rank.free_slots and len(rank.running) < budget for rank in scheduler.ranks)
 
 
-def _plan_blocks(rank: RankState, stretch: RankStretch, num_steps: int) -> int:
+def _plan_blocks(rank: RankState, stretch: RankStretch, num_steps: int, keeps_cache: bool) -> int:
     """Fill in who grows and who ends a block in which round; returns for how many rounds there are blocks without a preemption."""
     size = rank.block_size
     saves_tails = rank.saves_tails
@@ -158,8 +188,10 @@ def _plan_blocks(rank: RankState, stretch: RankStretch, num_steps: int) -> int:
     growth.sort()
     boundaries.sort()
     # Blocks that become part of the tree with a saved tail may be there already, cached for others: then those are no longer evictable.
-    available = max(rank.pool.num_free, rank.num_allocatable - num_lockable)
-    return num_steps if len(growth) <= available else growth[available][0]
+    available = rank.pool.num_free if keeps_cache else max(rank.pool.num_free, rank.num_allocatable - num_lockable)
+    if keeps_cache and boundaries:
+        num_steps = min(num_steps, boundaries[0][0])
+    return num_steps if len(growth) <= available else min(num_steps, growth[available][0])
 
 
 def _count_saves(scheduler: Scheduler, ranks: list[RankStretch], num_steps: int) -> list[list[int]]:
@@ -180,8 +212,9 @@ def _count_saves(scheduler: Scheduler, ranks: list[RankStretch], num_steps: int)
     return counts
 
 
-def _advance_rank(rank: RankState, stretch: RankStretch, saves: Saves, count: int, depth: int) -> tuple[RankPlan, Saves]:
-    """Returns the rank's part of the last round's plan, and its tail saves. ``saves`` are those of the plan under way at the start."""
+def _advance_rank(rank: RankState, stretch: RankStretch, saves: Saves, count: int, depth: int) -> tuple[RankPlan, Saves, int]:
+    """Returns the rank's part of the last round's plan, its tail saves, and the blocks in use after it. ``saves`` are those of the plan
+    under way at the start."""
     running = rank.running
     computed = [sequence.num_computed for sequence in running]
     planned = [sequence.num_planned for sequence in running]
@@ -194,8 +227,9 @@ def _advance_rank(rank: RankState, stretch: RankStretch, saves: Saves, count: in
     filled = _Cursor(stretch.boundaries)
     appends: list[BlockAppend] = []
     places = {sequence.id: index for index, sequence in enumerate(running)} if rank.saves_tails else {}
-    step = 0
+    held = step = last = 0
     while step < count:
+        last = step
         appends = []
         for index in grown.of(step):
             sequence = running[index]
@@ -205,6 +239,7 @@ def _advance_rank(rank: RankState, stretch: RankStretch, saves: Saves, count: in
             appends.append(BlockAppend(sequence.slot, len(sequence.blocks), (blocks[0],)))
             sequence.blocks += blocks
         taken = rank.take_tails([(running[index], planned[index] + step + 1) for index in filled.of(step)])
+        held = rank.pool.num_blocks - rank.num_allocatable
         settled, saves = (saves, taken) if depth else (taken, [])
         for sequence, position, tail in settled:
             # What is inserted with the tail is what was computed by then.
@@ -216,13 +251,13 @@ def _advance_rank(rank: RankState, stretch: RankStretch, saves: Saves, count: in
             step += 1
         else:  # nothing happens before the next round of either list
             step = min(grown.next_step, filled.next_step)
+    if last < count - 1:
+        appends, held = [], rank.pool.num_blocks - rank.num_allocatable
     if not depth:
-        return RankPlan(), []
+        return RankPlan(), [], held
     items = tuple([PlanItem(sequence.slot, sequence.id, sequence.num_planned - 1, 1, 0, True) for sequence in running])
-    last = tuple(appends) if grown.last_step == count - 1 else ()
-    return RankPlan(
-        (), (), (), (), last, items, tuple(TailSave(sequence.slot, position, tail) for sequence, position, tail in saves)
-    ), saves
+    tails = tuple(TailSave(sequence.slot, position, tail) for sequence, position, tail in saves)
+    return RankPlan((), (), (), (), tuple(appends), items, tails), saves, held
 
 
 class _Cursor:
@@ -231,7 +266,6 @@ class _Cursor:
     def __init__(self, pairs: list[tuple[int, int]]) -> None:
         self._pairs = pairs
         self._place = 0
-        self.last_step = -1  # the last round that had something
 
     @property
     def next_step(self) -> int:
@@ -242,5 +276,4 @@ class _Cursor:
         while self._place < len(self._pairs) and self._pairs[self._place][0] == step:
             found.append(self._pairs[self._place][1])
             self._place += 1
-            self.last_step = self._pairs[self._place - 1][0]
         return found

@@ -117,7 +117,7 @@ class Driver:
         self.log += self.scheduler.commit(plan, StepResult(plan.step, ranks, 0.5), self.now_s)
 
     def answer_of(self, sequence: Sequence) -> Answer:
-        return Answer(TOKEN, self.output_tokens[sequence.id])
+        return Answer(TOKEN, self.output_tokens[sequence.id] - sequence.num_output)
 
     def _result(self, request: RequestId) -> ItemResult:
         sequence = self.scheduler.sequences.get(request)
@@ -268,7 +268,7 @@ def test_ends_before_a_preemption() -> None:
 def test_refuses_what_it_does_not_handle() -> None:
     driver = steady()
     assert find_stretch(driver.scheduler, lambda _: Answer(EOS, 30), 9) is not None  # no end token is configured here
-    assert find_stretch(driver.scheduler, lambda sequence: Answer(TOKEN, sequence.num_output + 1), 9) is None
+    assert find_stretch(driver.scheduler, lambda _: Answer(TOKEN, 1), 9) is None
     stopping = steady(eos_token_ids=(EOS,))
     assert find_stretch(stopping.scheduler, lambda _: Answer(EOS, 30), 9) is None
     drafts = Scheduler(SchedulerConfig(cache=CacheConfig(9, 4, 2, 32, 30, max_draft_tokens=1), draft_tokens=1))
