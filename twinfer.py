@@ -15,11 +15,15 @@ from typing import Any
 import calibration.cli
 import calibration.commands
 import engine.cli
+import twin.cli
 import twin.demo
+import twin.validate
 from engine.cli import logs
 from engine.core.errors import ConfigError, RequestError, StoppedError, TwinferError
 from engine.core.specs import ModelSpec
+from engine.options import Resolved
 from engine.version import VERSION
+from twin.validate import PlannedEngine
 
 EXIT_FAULT = 1
 EXIT_USAGE = 2
@@ -38,6 +42,8 @@ def build_parser() -> argparse.ArgumentParser:
     calibration.cli.register(commands)
     calibration.commands.register(commands, read_spec=_read_spec, run_steps=_run_steps, draw_report=_draw_calibration_report)
     twin.demo.register(commands, read_spec=_read_spec, run_steps=_run_steps, draw_report=_draw_demo_report)
+    twin.validate.register(commands, plan_engine=_plan_engine, draw_report=_draw_validation_report)
+    twin.cli.register(commands, read_spec=_read_spec, draw_report=_draw_simulation_report)
     parser.set_defaults(default_log_level="warning")
     return parser
 
@@ -61,6 +67,29 @@ def _draw_demo_report(path: Path, summary: Mapping[str, Any]) -> None:
     from dashboards.demo_report import write_demo_report
 
     write_demo_report(path, summary)
+
+
+def _draw_validation_report(path: Path, summary: Mapping[str, Any], details: Sequence[Mapping[str, Any]]) -> None:
+    """Twin and dashboards meet here. Raises ImportError without plotly."""
+    from dashboards.validation_report import write_validation_report
+
+    write_validation_report(path, summary, details)
+
+
+def _plan_engine(model: str, options: Resolved) -> PlannedEngine:
+    """Twin and engine meet here: an engine that may be opened."""
+    from engine.cli.workload_run import plan_engine
+
+    return plan_engine(model, options)
+
+
+def _draw_simulation_report(
+    path: Path, facts: Mapping[str, Any], points: Sequence[Mapping[str, Any]], details: Sequence[Mapping[str, Any]]
+) -> None:
+    """Twin and dashboards meet here. Raises ImportError without plotly."""
+    from dashboards.simulation_report import write_simulation_report
+
+    write_simulation_report(path, facts, points, details)
 
 
 def _read_spec(model: str) -> ModelSpec:
