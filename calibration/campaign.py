@@ -70,15 +70,19 @@ def rank_cores(num_ranks: int) -> list[tuple[int, ...]]:
 class Measurers:
     """Some measuring processes that get the same commands at the same time."""
 
-    def __init__(self, jobs: Sequence[Job]) -> None:
+    def __init__(self) -> None:
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._decoder: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
+
+    def start(self, jobs: Sequence[Job]) -> None:
+        """Returns when all are ready. Raises WorkerError where one is not."""
         environment = dict(os.environ) | {"PYTHONPATH": str(_ROOT)}
         environment.setdefault("GOMP_SPINCOUNT", "2000")  # as the engine starts its workers
         command = [sys.executable, "-P", "-m", "calibration.microbench"]
-        self._processes = [
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, cwd=_ROOT) for _ in jobs
-        ]
-        self._decoder: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
-        for process, job in zip(self._processes, jobs, strict=True):
+        for job in jobs:
+            # In a group of its own: Ctrl-C is for who started this, who ends it.
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, cwd=_ROOT, process_group=0)
+            self._processes.append(process)
             self._write(process, job)
         for process in self._processes:
             self._read(process)
@@ -107,8 +111,11 @@ class Measurers:
             raise WorkerError("measuring process", reply.message)
         return reply
 
-    def close(self) -> None:
+    def close(self, *, at_once: bool) -> None:
+        """``at_once``: whatever they are doing."""
         for process in self._processes:
+            if at_once:
+                process.kill()
             if process.stdin is not None:
                 process.stdin.close()
         for process in self._processes:
@@ -123,11 +130,13 @@ class Measurers:
 
 @contextmanager
 def measurers(jobs: Sequence[Job]) -> Iterator[Measurers]:
-    found = Measurers(jobs)
+    found, is_done = Measurers(), False
     try:
+        found.start(jobs)
         yield found
+        is_done = True
     finally:
-        found.close()
+        found.close(at_once=not is_done)
 
 
 class PointFile:
