@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -117,7 +117,8 @@ class Measurers:
             if at_once:
                 process.kill()
             if process.stdin is not None:
-                process.stdin.close()
+                with suppress(BrokenPipeError):  # half a message to one that is gone
+                    process.stdin.close()
         for process in self._processes:
             try:
                 process.wait(_EXIT_TIMEOUT_S)
