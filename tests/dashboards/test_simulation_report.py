@@ -22,8 +22,9 @@ def point(rate: float | None = 4.0, layout: str = "tp1dp1ep1", **values: Any) ->
     fields = {
         "name": f"{layout}, {rate} req/s", "layout": layout, "num_gpus": 1, "request_rate": rate, "concurrency": None, "requests": 4,
         "finished": 4, "rejected": 0, "cancelled": 0, "sim_s": 2.0, "wall_s": 0.1, "output_tokens_per_s": 8.0,
-        "output_tokens_per_s_per_gpu": 8.0, "goodput": 1.5, "goodput_share": 0.75, "prefix_hit_rate": 0.25, "kv_peak": 0.5, "preemptions": 1,
-        "output_tokens_per_s": 8.0, "gpu_s": 2.0, "extrapolated_share": 0.0, **{key: distribution(0.1) for key in ("ttft_s", "tpot_s", "itl_s", "e2e_s")},
+        "output_tokens_per_s_per_gpu": 8.0, "goodput": 1.5, "goodput_share": 0.75, "prefix_hit_rate": 0.25, "kv_peak": 0.5,
+        "preemptions": 1, "gpu_s": 2.0, "extrapolated_share": 0.0,
+        **{key: distribution(0.1) for key in ("ttft_s", "tpot_s", "itl_s", "e2e_s")},
         "components": {"projection": {"seconds": 0.003, "provenance": "scaled"}, "host_gap": {"seconds": 0.001, "provenance": "measured"}},
     }  # fmt: skip
     return fields | values
