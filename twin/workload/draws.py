@@ -6,6 +6,7 @@ same on every machine and in every version of Python.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from array import array
 
@@ -39,6 +40,13 @@ class Draws:
         return ((self.key(index) >> 12) + 0.5) * 2.0**-52
 
 
+@functools.lru_cache(maxsize=8)
+def _pool_bytes(low: int, high: int) -> bytes:
+    """Random tokens, as an array holds them."""
+    draws = Draws(0, "tokens")
+    return array("i", [low + draws.key(position) % (high - low) for position in range(_POOL_TOKENS)]).tobytes()
+
+
 class TokenIds:
     """Token ids from ``low`` up to, not including, ``high``: the same key is the same text, a shorter one its beginning.
 
@@ -52,9 +60,7 @@ class TokenIds:
         self._num_digits = 1
         while self._span**self._num_digits <= _MASK:
             self._num_digits += 1
-        draws = Draws(0, "tokens")
-        pool = array("i", [self.one(draws.key(position)) for position in range(_POOL_TOKENS)])
-        self._pool_bytes = memoryview(pool.tobytes())
+        self._pool_bytes = memoryview(_pool_bytes(low, high))
 
     def one(self, key: int) -> int:
         return self._low + key % self._span

@@ -60,7 +60,7 @@ def _event(where: str, line: str) -> Arrived | Admitted | Finished | None:
         if _tag_decoder.decode(line).type not in ("arrived", "admitted", "finished"):
             return None
         event = _event_decoder.decode(line)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ConfigError(f"{where}: no event ({error})") from None
     if not -_MAX_LOG_S < event.now_s < _MAX_LOG_S:
         raise ConfigError(f"{where}: now_s is {event.now_s:g}; needed: seconds within 1e12")

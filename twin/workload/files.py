@@ -59,6 +59,8 @@ def read_workload_file(path: str, limit: int | None = None) -> FileContent:
 
 @contextmanager
 def _readable(path: str) -> Iterator[Iterator[Line]]:
+    if "\0" in path:
+        raise ConfigError(f"{path!r} is no name of a file")
     if os.path.isdir(path):
         raise ConfigError(
             f"{path} is a folder; needed: a file. A --record-trace folder holds steps without the requests' arrivals: use an event log"

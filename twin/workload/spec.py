@@ -116,9 +116,9 @@ def make_workload(spec: WorkloadSpec) -> Workload:
         return _with_loop(spec, _drawn(spec, _lengths(spec)))
     content = read_workload_file(spec.workload, spec.requests)
     if isinstance(content, LengthTable):
-        _refuse_changed(spec, ("isl", "osl", "range_ratio", "time_scale"), "lengths")
+        _refuse_changed(spec, ("isl", "osl", "range_ratio", "time_scale"), _in_file(spec, "lengths"))
         return _with_loop(spec, _drawn(spec, Empirical(content.inputs, content.outputs)))
-    _refuse_changed(spec, _OF_DRAWN, "requests of its own")
+    _refuse_changed(spec, _OF_DRAWN, _in_file(spec, "requests of its own"))
     if isinstance(content, Clients):
         return _mix(spec, content)
     contents = Recorded(
@@ -130,9 +130,10 @@ def make_workload(spec: WorkloadSpec) -> Workload:
         leaving=_leaving(spec),
     )
     if spec.request_rate is None and spec.concurrency is None:
-        _refuse_changed(spec, ("arrival", "burst_period", "burst_share"), "times")
+        _refuse_changed(spec, ("arrival",), _in_file(spec, "times"))
         return OpenLoop(contents, functools.partial(_recorded_times_s, content, spec.time_scale), _think(spec))
-    _refuse_changed(spec, ("time_scale",), "times, which --request-rate and --concurrency replace")
+    if spec.request_rate != math.inf:  # all at once is what a load is compared with, its other options as they are
+        _refuse_changed(spec, ("time_scale",), "with --request-rate or --concurrency, which replace the file's times")
     return _with_loop(spec, contents)
 
 
@@ -145,10 +146,30 @@ def _check(spec: WorkloadSpec) -> None:
         raise ConfigError(f"token_ids is {spec.token_ids}; needed: from 0 up, at most 2^31, the first below the second")
     if spec.request_rate is not None and spec.concurrency is not None:
         raise ConfigError("--request-rate and --concurrency are both given; an open loop has a rate, a closed one a concurrency")
-    if (spec.arrival == "gamma") != (spec.cv is not None):
-        raise ConfigError("--arrival gamma and --cv belong together: give both or neither")
+    if spec.arrival == "gamma" and spec.cv is None:
+        raise ConfigError("--arrival gamma needs --cv, the coefficient of variation of the gaps")
     if spec.ramp_to is not None and (spec.request_rate is None or math.isinf(spec.request_rate) or spec.arrival == "burst"):
         raise ConfigError("--ramp-to needs a finite --request-rate to begin with, and an --arrival other than burst")
+    for keys, has_effect, needed in _needs(spec):
+        if not has_effect:
+            _refuse_changed(spec, keys, needed)
+
+
+def _needs(spec: WorkloadSpec) -> tuple[tuple[tuple[str, ...], bool, str], ...]:
+    """Options that say more about another one, whether they have an effect, and what they need."""
+    return (
+        (("cv",), spec.arrival == "gamma", "without --arrival gamma"),
+        (("burst_period", "burst_share"), spec.arrival == "burst", "without --arrival burst"),
+        (("ramp_time",), spec.ramp_to is not None, "without --ramp-to"),
+        (("arrival",), spec.concurrency is None, "with --concurrency, whose clients wait for their answers"),
+        (("ramp_up",), spec.concurrency is not None, "without --concurrency"),
+        (("think_time",), spec.concurrency is not None or spec.turns > 1, "without --concurrency or --turns"),
+        (("prefix_share", "num_prefixes"), spec.prefix > 0, "without --prefix"),
+        (("turn_isl",), spec.turns > 1, "without --turns"),
+        (("cancel_after", "cancel_delay"), spec.cancel_share > 0, "without --cancel-share"),
+        (("over_context",), spec.max_context is not None, "without --max-context"),
+        (("time_scale",), bool(spec.workload), "without a --workload file that has times"),
+    )
 
 
 def _context(spec: WorkloadSpec) -> Context:
@@ -160,14 +181,15 @@ def _leaving(spec: WorkloadSpec) -> Leaving:
 
 
 def _refuse_changed(spec: WorkloadSpec, keys: Sequence[str], why: str) -> None:
-    """An option that would do nothing is refused, not passed over."""
+    """An option that would do nothing is refused, not passed over. ``why`` begins with "with" or "without"."""
     plain = WorkloadSpec()
     for key in keys:
         if getattr(spec, key) != getattr(plain, key):
-            name = key.replace("_", "-")
-            raise ConfigError(
-                f"--{name} {getattr(spec, key)} has no effect with --workload {spec.workload}: the file has {why}; leave it out"
-            )
+            raise ConfigError(f"--{key.replace('_', '-')} {getattr(spec, key)} has no effect {why}; leave it out")
+
+
+def _in_file(spec: WorkloadSpec, what: str) -> str:
+    return f"with --workload {spec.workload}, which has {what}"
 
 
 def _recorded_times_s(recording: Recording, time_scale: float) -> Iterator[float]:
@@ -177,7 +199,7 @@ def _recorded_times_s(recording: Recording, time_scale: float) -> Iterator[float
 def _mix(spec: WorkloadSpec, content: Clients) -> ClientMix:
     if spec.concurrency is not None or (spec.request_rate is not None and math.isinf(spec.request_rate)):
         raise ConfigError(f"{spec.workload} has clients with rates; --request-rate (finite) scales them, --concurrency cannot")
-    _refuse_changed(spec, ("arrival", "burst_period", "burst_share", "ramp_to", "ramp_time", "think_time"), "rates for each client")
+    _refuse_changed(spec, ("arrival", "ramp_to"), _in_file(spec, "a rate for each client"))
     return ClientMix(
         spec.seed,
         content.clients,
