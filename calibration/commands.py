@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -71,17 +70,25 @@ def register(
     predict.add_argument("--method", choices=("window", "first-batches"), default="window", help="as of bench steps (default window)")
     predict.add_argument("--draft-tokens", type=int, default=0, metavar="N", help="drafted and verified a step (default 0)")
     predict.add_argument(
-        "--acceptance", type=float, default=0.0, metavar="MEAN", help="mean accepted drafts a step, without the bonus token"
+        "--acceptance",
+        default="0",
+        metavar="A",
+        help="accepted drafts a step, without the bonus token: the mean, shares by position (0.9,0.8,0.6), or measured:FILE",
     )
     predict.add_argument("--engram", choices=("gpu", "replicated", "host"), default="gpu", help="where Engram's tables are (default gpu)")
     predict.add_argument("--redundant-experts", type=int, default=0, metavar="N", help="as for serve (default 0)")
-    predict.add_argument("--expert-balance", default="balanced", metavar="B", help="balanced; zipf:S, measured:FILE: not in this release")
+    predict.add_argument("--expert-balance", default="balanced", metavar="B", help=_EXPERT_BALANCE)
+    predict.add_argument("--expert-rebalancing", "--eplb", action="store_true", help="experts are placed by their loads, as of serve")
     predict.add_argument("--no-probe", action="store_true", help="do not scale by how fast this machine is now")
     predict.set_defaults(run=lambda arguments: _predict(arguments, read_spec))
     for parser in (calibrate, predict):
         parser.add_argument("--json", action="store_true", help="one JSON object on stdout, times in seconds, sizes in bytes")
         parser.add_argument("--log-level", metavar="LEVEL", help="debug, info, warning or error (default warning); env TWINFER_LOG_LEVEL")
 
+
+_EXPERT_BALANCE = (
+    "which experts tokens choose: balanced (all alike), zipf:S (by rank^-S), or measured:FILE: a saved /metrics, or counts in JSON"
+)
 
 _PREDICT = """Step time, commit to commit, of what bench steps would measure with the same --layout, --batch-sizes, --context,
 --new-tokens and --method: the median over whole steps. lo_s and hi_s bound 90 %% of such measurements."""
@@ -264,19 +271,19 @@ def _next(arguments: argparse.Namespace, read_spec: Callable[[str], ModelSpec]) 
 def _predict(arguments: argparse.Namespace, read_spec: Callable[[str], ModelSpec]) -> int:
     _require_libraries("predict")
     from calibration import store
+    from calibration.imbalance import parse_expert_balance
+    from calibration.measured import parse_acceptance
     from calibration.predict import Question, points
     from calibration.probe import factors, run_probe
     from engine.core.layout import parse_layout
 
     if arguments.system is not None:
         raise ConfigError(f"--system {arguments.system}: published systems are not in this release; calibrate one and use --calibration")
-    if arguments.expert_balance != "balanced":
-        raise ConfigError(f"--expert-balance {arguments.expert_balance}: this release prices balanced experts only")
     _bounds("--context", arguments.context, 1, MAX_TOKENS)
     _bounds("--new-tokens", arguments.new_tokens, 1, 1 << 20)
     _bounds("--draft-tokens", arguments.draft_tokens, 0, 64)
-    if not (math.isfinite(arguments.acceptance) and 0 <= arguments.acceptance <= arguments.draft_tokens):
-        raise ConfigError(f"--acceptance is {arguments.acceptance}; needed: 0 to --draft-tokens = {arguments.draft_tokens}")
+    acceptance = parse_acceptance(arguments.acceptance, arguments.draft_tokens)
+    balance = parse_expert_balance(arguments.expert_balance)
     batches = parse_batches(arguments.batch_sizes)
     calibration = store.load(arguments.calibration)
     spec = read_spec(arguments.model)
@@ -289,9 +296,11 @@ def _predict(arguments: argparse.Namespace, read_spec: Callable[[str], ModelSpec
         context=arguments.context,
         new_tokens=arguments.new_tokens,
         draft_tokens=arguments.draft_tokens,
-        acceptance=arguments.acceptance,
+        acceptance=acceptance,
         engram=arguments.engram,
         redundant_experts=arguments.redundant_experts,
+        expert_balance=balance,
+        expert_rebalancing=arguments.expert_rebalancing,
         method=arguments.method,
         memory_bytes=_memory_bytes() if same else None,
     )

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
 
+from calibration.contention import HostMemory, gather_seconds, row_bytes, waited_seconds
 from calibration.decode_steps import decode_steps
+from calibration.expert_work import expert_shape
 from calibration.features import Array, FeatureTable, table_of_plans, uniform_steps
 from calibration.fit import column_names
-from calibration.floors import Messages, Resource, Term, messages, terms
+from calibration.floors import LAUNCH, Messages, Resource, Term, messages, terms
+from calibration.imbalance import BALANCED, ExpertBalance, ExpertLoads, expert_loads
 from engine.core.errors import DomainError
 from engine.core.layout import Layout, parse_layout
 from engine.core.plan import StepPlan
@@ -47,7 +50,10 @@ class ComponentFit(msgspec.Struct, frozen=True):
 
 
 class RankFit(msgspec.Struct, frozen=True):
-    """One shape of rank on a given share of the machine. ``low`` and ``high``: the measured range of each hull feature."""
+    """One shape of rank on a given share of the machine. ``low`` and ``high``: the measured range of each hull feature.
+
+    ``has_collectives``: fitted on whole forwards, so that they are inside the components and no other layout can be told from it.
+    """
 
     layout: str
     cores: int
@@ -56,6 +62,7 @@ class RankFit(msgspec.Struct, frozen=True):
     low: dict[str, float]
     high: dict[str, float]
     num_points: int
+    has_collectives: bool = False
 
 
 class CollectiveFit(msgspec.Struct, frozen=True):
@@ -95,6 +102,7 @@ class ModelFit(msgspec.Struct, frozen=True):
     ranks: tuple[RankFit, ...]
     collectives: tuple[CollectiveFit, ...]
     steps: tuple[StepFit, ...]
+    host_memory: HostMemory | None = None
 
 
 class ProbeFactors(msgspec.Struct, frozen=True):
@@ -110,7 +118,7 @@ class ProbeFactors(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class PricedTable:
-    """[N] each; ``components`` add up to ``step_s``."""
+    """[N] each; ``components`` add up to ``step_s``. ``barrier_wait_s``, inside it: what the mean data rank waits for the slowest."""
 
     step_s: Array
     low_s: Array
@@ -119,6 +127,7 @@ class PricedTable:
     provenance: dict[str, Provenance]
     extrapolated: np.ndarray
     note: str
+    barrier_wait_s: Array
 
 
 def hull_features(table: FeatureTable) -> dict[str, Array]:
@@ -132,7 +141,12 @@ def hull_features(table: FeatureTable) -> dict[str, Array]:
 
 
 class CalibratedCost:
-    """Implements ``core.step_cost.StepCost`` for one model and layout. Raises DomainError where the calibration has nothing to go by."""
+    """Implements ``core.step_cost.StepCost`` for one model and layout. Raises DomainError where the calibration has nothing to go by.
+
+    ``expert_balance``: which experts tokens choose (``imbalance``); None: every rank has the mean rank's share. ``expert_rebalancing``:
+    they are placed by load. ``host_memory``: what gives out Engram's rows in the placement "host", where the calibration has not measured
+    it; ``ranks_per_host`` ranks share it (default: as many as share the machine that was measured).
+    """
 
     def __init__(
         self,
@@ -143,20 +157,27 @@ class CalibratedCost:
         probe: ProbeFactors | None = None,
         engram: EngramPlacement = "gpu",
         draft_tokens: int = 0,
+        redundant_experts: int = 0,
+        expert_balance: ExpertBalance | None = BALANCED,
+        expert_rebalancing: bool = False,
+        host_memory: HostMemory | None = None,
+        ranks_per_host: int | None = None,
     ) -> None:
         self.spec, self.layout, self.fit = spec, layout, fit
-        self.place = RankPlace(layout=layout, engram=engram)
+        self.place = RankPlace(layout=layout, engram=engram, redundant_experts=redundant_experts)
         self.place.validate_for(spec)
         if draft_tokens and draft_tokens != fit.draft_tokens:
             raise DomainError(f"{fit.model} was calibrated with {fit.draft_tokens} draft tokens; {draft_tokens} were asked for")
         self.draft_tokens = draft_tokens
         self.probe = probe or ProbeFactors()
         ranks = layout.num_gpus
-        self.cores = max(1, fit.num_cores // ranks)
-        self.busy = min(ranks, fit.num_cores) - 1
+        self.cores, self.busy = cores_of(layout, fit.num_cores)
         self.rank_fit, self.is_own_shape = self._nearest_rank()
         self.step_fit, self.is_own_step = self._nearest_step()
-        self.collective = None if ranks == 1 else self._collective(ranks)
+        self.collective = None if ranks == 1 or self.rank_fit.has_collectives else self._collective(ranks)
+        self.loads = self._expert_loads(expert_balance, rebalanced=expert_rebalancing)
+        self.host_memory = fit.host_memory or host_memory
+        self.ranks_per_host = ranks_per_host or min(ranks, fit.num_cores)
 
     def _nearest_rank(self) -> tuple[RankFit, bool]:
         alike = [rank for rank in self.fit.ranks if (rank.cores, rank.busy_neighbours) == (self.cores, self.busy)]
@@ -169,13 +190,17 @@ class CalibratedCost:
                 f"layout {self.layout} gives a rank {self.cores} cores and {self.busy} busy neighbours; {self.fit.model} is calibrated for "
                 f"{', '.join(known)}"
             )
-        return min(alike, key=lambda rank: _distance(rank.layout, self.layout)), False
+        nearest = min(alike, key=lambda rank: _distance(rank.layout, self.layout))
+        if nearest.has_collectives:
+            imported = ", ".join(rank.layout for rank in self.fit.ranks)
+            raise DomainError(f"{self.fit.model} was fitted on whole forwards of {imported}; they say nothing of layout {self.layout}")
+        return nearest, False
 
     def _nearest_step(self) -> tuple[StepFit, bool]:
         alike = [step for step in self.fit.steps if (step.cores, step.busy_neighbours) == (self.cores, self.busy)]
         own = [step for step in alike if step.layout == str(self.layout)]
         if own:
-            return own[0], True
+            return own[0], own[0].num_runs > 0
         if alike:
             return min(alike, key=lambda step: _distance(step.layout, self.layout)), False
         return StepFit(str(self.layout), self.cores, self.busy), False
@@ -186,6 +211,18 @@ class CalibratedCost:
         if not self.fit.collectives:
             raise DomainError(f"layout {self.layout} needs collectives of {ranks} ranks; none are in the calibration of {self.fit.model}")
         return min(self.fit.collectives, key=lambda entry: abs(np.log(entry.num_ranks / ranks)))
+
+    def _expert_loads(self, balance: ExpertBalance | None, *, rebalanced: bool) -> ExpertLoads | None:
+        shape, ep = expert_shape(self.spec), self.layout.ep
+        if shape is None or balance is None:
+            return None
+        if balance.is_balanced and (ep == 1 or self.rank_fit.has_collectives):  # nothing is uneven, or it is in the forwards fitted
+            return None
+        redundant = self.place.redundant_experts
+        return expert_loads(
+            shape.num_experts, shape.top_k, shape.num_layers, ep,
+            num_redundant=redundant, balance=balance, is_rebalanced=rebalanced,
+        )  # fmt: skip
 
     def price(self, plan: StepPlan) -> StepPrice:
         priced = self.price_table(table_of_plans([plan], self.spec))
@@ -220,11 +257,29 @@ class CalibratedCost:
         if table.num_ranks != self.layout.dp:
             raise DomainError(f"layout {self.layout} has {self.layout.dp} data ranks; the steps have {table.num_ranks}")
         found: dict[str, Array] = {}
-        work = terms(self.spec, self.place, table, self.fit.element_bytes, self.draft_tokens)
+        work = terms(self.spec, self.place, table, self.fit.element_bytes, self.draft_tokens, self.loads)
         for name, component in self.rank_fit.components.items():
             if name in work:
                 found[name] = evaluate(work[name], component) * self.probe.of(RESOURCE_OF_COMPONENT.get(name, "host"))
+        if self.place.engram == "host" and "engram.fetch" in found:
+            found["engram.fetch"] = self._engram_on_rank(work["engram.fetch"], found["engram.fetch"])
         return found
+
+    def _engram_on_rank(self, work: Sequence[Term], gathered_s: Array) -> Array:
+        """[N, R] of Engram's rows from the host. Where its memory is known, a rank only asks for them; else it gathers them as it would at
+        home, slower by as many times as there are more ranks at it than were measured."""
+        if self.host_memory is None:
+            return gathered_s * max(1.0, self.ranks_per_host / (self.busy + 1))
+        asked = [term if term.name == LAUNCH else replace(term, count=np.zeros_like(term.count)) for term in work]
+        return evaluate(asked, self.rank_fit.components["engram.fetch"]) * self.probe.memory
+
+    def _engram_from_host(self, table: FeatureTable, hidden_s: Array) -> Array:
+        """Seconds [N] that a step waits for Engram's rows from the host's memory. A rank with one core has nobody to gather beside it."""
+        if self.place.engram != "host" or self.host_memory is None or not isinstance(self.spec, V41Spec):
+            return np.zeros(table.num_steps)
+        of_rank = np.repeat(table.tokens, self.layout.tp, axis=1) * row_bytes(self.spec, self.fit.element_bytes)
+        seconds = gather_seconds(of_rank, self.ranks_per_host, self.host_memory) * self.probe.memory
+        return waited_seconds(seconds, hidden_s if self.cores > 1 else np.zeros_like(hidden_s))
 
     def collective_seconds(self, table: FeatureTable, hidden_s: Array) -> dict[str, Array]:
         """Seconds [N] each kind of collective takes; ranks meet in each, so the largest message decides. ``hidden_s`` [N] is what
@@ -233,7 +288,7 @@ class CalibratedCost:
         if self.collective is None:
             return found
         engram: list[Array] = []
-        for message in messages(self.spec, self.place, table, self.fit.element_bytes, self.draft_tokens):
+        for message in messages(self.spec, self.place, table, self.fit.element_bytes, self.draft_tokens, self.loads):
             seconds = message_seconds(self.collective, message, self.layout.num_gpus)
             if message.component == "engram.fetch":
                 engram.append(seconds)
@@ -253,6 +308,8 @@ class CalibratedCost:
         hidden_s = self._before_engram(components)
         for name, seconds in self.collective_seconds(table, hidden_s).items():
             components[name] = components.get(name, np.zeros(count)) + seconds * step.collective_scale
+        if "engram.fetch" in components:
+            components["engram.fetch"] = components["engram.fetch"] + self._engram_from_host(table, hidden_s)
         busy = (table.tokens.sum(axis=1) > 0).astype(np.float64)
         gap = step.gap_s * busy + step.gap_per_request_s * table.requests.sum(axis=1)
         components["host_gap"] = (gap + step.gap_per_start_s * table.started_requests.sum(axis=1)) * self.probe.host
@@ -261,7 +318,8 @@ class CalibratedCost:
         low, high = self._bounds(outside)
         provenance = {name: self._provenance(name) for name in components}
         extrapolated = (outside > 0) | (self.layout.num_gpus > self.fit.num_cores)
-        return PricedTable(step_s, step_s * low, step_s * high, components, provenance, extrapolated, self._note())
+        wait_s = step.compute_scale * (total.max(axis=1) - total.mean(axis=1))
+        return PricedTable(step_s, step_s * low, step_s * high, components, provenance, extrapolated, self._note(), wait_s)
 
     def _before_engram(self, components: Mapping[str, Array]) -> Array:
         """Time of the layers before the first that needs Engram's rows."""
@@ -288,6 +346,11 @@ class CalibratedCost:
         return np.exp(np.log(min(step.low_factor, 1.0)) * factor), np.exp(np.log(max(step.high_factor, 1.0)) * factor)
 
     def _provenance(self, component: str) -> Provenance:
+        if component == "engram.fetch" and self.place.engram == "host":
+            if self.host_memory is not None:
+                return self.host_memory.provenance(self.ranks_per_host)
+            if self.ranks_per_host > self.busy + 1:
+                return "scaled"
         if component in ("host_gap", "barrier_wait"):
             return "measured" if self.is_own_step else "interpolated"
         if component in ("dispatch", "combine", "all_reduce", "all_gather"):
@@ -310,6 +373,12 @@ class CalibratedCost:
 
 
 _EDGE = float(np.log(1.1))
+
+
+def cores_of(layout: Layout, num_cores: int) -> tuple[int, int]:
+    """(cores of a rank, ranks at work beside it) where ``layout`` shares ``num_cores``."""
+    ranks = layout.num_gpus
+    return max(1, num_cores // ranks), min(ranks, num_cores) - 1
 
 
 def added(parts: Iterable[Array]) -> Array:

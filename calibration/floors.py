@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
+from calibration.expert_work import ExpertShape, ExpertWork, expert_shape, expert_work, reach
 from calibration.features import Array, FeatureTable
-from engine.core.counts import touched_experts
+from calibration.imbalance import ExpertLoads
 from engine.core.sharding import RankPlace, held_kv_heads
 from engine.core.specs import AttentionRole, DenseSpec, ModelSpec, V41Spec
 from engine.core.traffic import ID_BYTES, dispatch_row_bytes, sends_everything
@@ -46,16 +48,30 @@ class Messages:
 Terms = dict[str, list[Term]]  # by component
 
 
-def terms(spec: ModelSpec, place: RankPlace, table: FeatureTable, element_bytes: int, draft_tokens: int = 0) -> Terms:
-    """Terms of every component that runs under ``place``, but for what ranks send each other (``messages``)."""
+def terms(
+    spec: ModelSpec,
+    place: RankPlace,
+    table: FeatureTable,
+    element_bytes: int,
+    draft_tokens: int = 0,
+    loads: ExpertLoads | None = None,
+) -> Terms:
+    """Terms of every component that runs under ``place``, but for what ranks send each other (``messages``).
+
+    ``loads``: experts' work is the busiest rank's, on every rank, since all wait for it in each layer; None: the mean rank's, which is what
+    one measured rank has.
+    """
+    shape = expert_shape(spec)
+    work = None if shape is None else expert_work(place, shape, _effective_rows(table, spec.num_layers), loads)
     if isinstance(spec, DenseSpec):
-        found = _dense_terms(spec, place, table, element_bytes)
+        found = _dense_terms(spec, place, table, element_bytes, work)
     else:
-        found = _V41(spec, place, table, element_bytes, draft_tokens).terms()
-    return found | _packing_terms(spec, place, table)
+        assert work is not None
+        found = _V41(spec, place, table, element_bytes, draft_tokens, work).terms()
+    return found | _packing_terms(spec, place, table, work)
 
 
-def _packing_terms(spec: ModelSpec, place: RankPlace, table: FeatureTable) -> Terms:
+def _packing_terms(spec: ModelSpec, place: RankPlace, table: FeatureTable, work: ExpertWork | None) -> Terms:
     """A rank's own part of its collectives: copying rows together, adding up what came."""
     layout, found = place.layout, Terms()
 
@@ -65,9 +81,8 @@ def _packing_terms(spec: ModelSpec, place: RankPlace, table: FeatureTable) -> Te
     if layout.tp > 1:
         found["all_reduce"] = packing(_effective_rows(table, spec.num_layers))
         found["all_gather"] = packing(table.emitting_rows)
-    if layout.dp > 1 and _expert_shape(spec) is not None:
-        everybody = np.broadcast_to(_effective_rows(table, spec.num_layers).sum(axis=1, keepdims=True), table.tokens.shape)
-        found["dispatch"], found["combine"] = packing(everybody), packing(everybody)
+    if layout.dp > 1 and work is not None:
+        found["dispatch"], found["combine"] = packing(work.rows), packing(work.rows)
     return found
 
 
@@ -81,8 +96,11 @@ def _effective_rows(table: FeatureTable, num_layers: int) -> Array:
 
 
 class _V41:
-    def __init__(self, spec: V41Spec, place: RankPlace, table: FeatureTable, element_bytes: int, draft_tokens: int) -> None:
+    def __init__(
+        self, spec: V41Spec, place: RankPlace, table: FeatureTable, element_bytes: int, draft_tokens: int, work: ExpertWork
+    ) -> None:
         self.spec, self.place, self.table, self.element_bytes, self.draft_tokens = spec, place, table, element_bytes, draft_tokens
+        self.work = work
         self.rows = _effective_rows(table, spec.num_layers)
         self.launch = Term(LAUNCH, _some(table.tokens), 1.0, (), "host")
 
@@ -145,7 +163,8 @@ class _V41:
         longest = table.longest_context_tokens
         window = np.minimum(longest, spec.sliding_window) + 1
         pair_flops = 4 * spec.num_heads / tp * spec.head_dim
-        plain, sparse, scored, listed, written = (np.zeros_like(longest) for _ in range(5))
+        several = (table.longest_query_tokens > 1).astype(np.float64)
+        plain, sparse, scored, grouped, listed, written = (np.zeros_like(longest) for _ in range(6))
         for layer, ratio in enumerate(spec.compress_ratios):
             role, rows = spec.role(layer), table.tokens if layer < spec.num_layers - 1 else np.minimum(table.tokens, table.emitting_rows)
             if ratio == 0:
@@ -155,7 +174,9 @@ class _V41:
             chosen = np.minimum(visible, spec.index_top_k)
             sparse = sparse + rows * (window + chosen)
             if role in (AttentionRole.FULL, AttentionRole.REINDEX):
-                scored = scored + rows * np.where(visible > spec.index_top_k, visible, 0.0)
+                looked_at = np.where(self._scores(layer, visible), visible, 0.0)
+                scored = scored + rows * looked_at
+                grouped = grouped + several * table.requests * looked_at
                 listed = listed + rows * (window + chosen)
             if role is AttentionRole.FULL:
                 written = written + table.tokens
@@ -171,6 +192,8 @@ class _V41:
                 Term("scoring", _some(scored), 1.0, (), "host"),
                 self._rows("rows", table.tokens, 1.0, "host"),
                 Term("scored", scored, index_flops),
+                # Tokens of a sequence are scored together; where it has several, its last group is filled up.
+                Term("groups", grouped, index_flops),
                 Term(
                     "scored_rows",
                     np.where(scored > 0, table.tokens, 0.0),
@@ -182,21 +205,26 @@ class _V41:
             result["compressor"] = [self.launch, self._rows("flops", written, unit)]
         return result
 
+    def _scores(self, layer: int, visible: Array) -> NDArray[np.bool_]:
+        """Whether a layer scores its keys: where not all are chosen anyway, or blocks of candidates are to be found."""
+        spec = self.spec
+        beyond = visible > spec.index_top_k
+        if layer == spec.candidate_source_layer_id:
+            beyond |= np.ceil(visible / spec.candidate_block_size) > spec.candidate_top_k_blocks
+        return beyond
+
     def _experts(self) -> Terms:
         """Routed experts: every one a rank holds and its tokens touch is read once; few tokens may be given to all of them instead."""
         spec, layout, layers = self.spec, self.place.layout, self.spec.num_layers
-        rows = expert_rows(self.place, self.rows, spec.experts_per_token)
-        held, width = spec.num_experts / layout.ep, spec.moe_intermediate_size / layout.expert_tp
-        per_expert = 3 * spec.hidden_size * width
-        touched = held / spec.num_experts * touched_experts_of(spec.num_experts, spec.experts_per_token, rows)
+        rows, per_expert = self.work.rows, 3 * spec.hidden_size * spec.moe_intermediate_size / layout.expert_tp
         flops = 2 * per_expert * spec.experts_per_token * layers / layout.ep
         launch = Term(LAUNCH, _some(rows), 1.0, (), "host")
         result: Terms = {
             "expert_gemm": [
                 launch,
                 Term("many", (rows > 1).astype(np.float64), 1.0, (), "host"),
-                Term("weights", touched, per_expert * self.element_bytes * layers, (), "memory"),
-                self._rows("flops", rows, flops),
+                Term("weights", self.work.touched, per_expert * self.element_bytes * layers, (), "memory"),
+                self._rows("flops", self.work.tokens, flops),
             ]
         }
         if layout.num_gpus > 1:
@@ -224,36 +252,19 @@ class _V41:
         ]
 
 
-def expert_rows(place: RankPlace, rows: Array, top_k: int) -> Array:
-    """Rows [N, R] that reach a rank's experts: its own under one data rank, else those of all ranks that choose an expert here."""
-    layout = place.layout
-    if layout.dp == 1:
-        return rows
-    total = np.broadcast_to(rows.sum(axis=1, keepdims=True), rows.shape)
-    if sends_everything(layout, top_k):
-        return total
-    reach = 1.0 - (1.0 - 1.0 / layout.ep) ** top_k
-    return total * reach
-
-
-def touched_experts_of(num_experts: int, top_k: int, rows: Array) -> Array:
-    """``core.counts.touched_experts`` for arrays."""
-    return np.asarray(
-        num_experts * (1.0 - (1.0 - top_k / num_experts) ** rows) if rows.ndim else touched_experts(num_experts, top_k, int(rows))
-    )
-
-
-def _dense_terms(spec: DenseSpec, place: RankPlace, table: FeatureTable, element_bytes: int) -> Terms:
+def _dense_terms(spec: DenseSpec, place: RankPlace, table: FeatureTable, element_bytes: int, work: ExpertWork | None) -> Terms:
     """The dense family has no marks inside a layer on CPUs, where a decode step is one compiled call: its work is one component, whose two
     forms (every sequence one token; anything else) have rates of their own."""
     tp, layers = place.layout.tp, spec.num_layers
     rows = _effective_rows(table, layers)
     width, kv_width = spec.num_heads * spec.head_dim / tp, held_kv_heads(spec, place) * spec.head_dim
     macs = spec.hidden_size * (2 * width + 2 * kv_width)
-    if spec.moe is None:
+    if spec.moe is None or work is None:
         macs += 3 * spec.hidden_size * spec.intermediate_size / tp
-    else:
-        macs += 3 * spec.hidden_size * spec.moe.intermediate_size * spec.moe.experts_per_token / place.layout.ep / place.layout.expert_tp
+    else:  # other ranks' tokens for the experts here are as many more rows
+        own = 3 * spec.hidden_size * spec.moe.intermediate_size * spec.moe.experts_per_token / place.layout.ep / place.layout.expert_tp
+        rows = (rows * macs + work.tokens * own) / (macs + own)
+        macs += own
     row_flops = 2.0 * layers * macs
     head_flops = 2.0 * spec.hidden_size * spec.vocab_size / tp
     kv_bytes = 2.0 * layers * kv_width * element_bytes
@@ -282,8 +293,16 @@ def _dense_terms(spec: DenseSpec, place: RankPlace, table: FeatureTable, element
 # --- what ranks send each other -----------------------------------------------------------------------------------------------
 
 
-def messages(spec: ModelSpec, place: RankPlace, table: FeatureTable, element_bytes: int, draft_tokens: int = 0) -> list[Messages]:
-    """Every collective of a step, by kind and size, as ``core.traffic`` counts their bytes."""
+def messages(
+    spec: ModelSpec,
+    place: RankPlace,
+    table: FeatureTable,
+    element_bytes: int,
+    draft_tokens: int = 0,
+    loads: ExpertLoads | None = None,
+) -> list[Messages]:
+    """Every collective of a step, by kind and size, as ``core.traffic`` counts their bytes; with ``loads``, what the busiest expert rank
+    receives and returns where that is more."""
     layout, found = place.layout, list[Messages]()
     if place.num_ranks == 1:
         return found
@@ -295,32 +314,30 @@ def messages(spec: ModelSpec, place: RankPlace, table: FeatureTable, element_byt
         found.append(Messages("all_reduce", busy * (2 * spec.num_layers - 1), tokens * row_bytes * others))
         found.append(Messages("all_reduce", emits * 2, rows * row_bytes * others))
         found.append(Messages("all_gather", emits, rows * spec.vocab_size / layout.tp * 4 * others))
-    experts = _expert_shape(spec)
+    experts = expert_shape(spec)
     if layout.dp > 1 and experts is not None:
-        found += _expert_messages(spec, place, table, element_bytes, *experts)
+        found += _expert_messages(spec, place, table, element_bytes, experts, loads)
     if isinstance(spec, V41Spec):
         found += _v41_messages(spec, place, table, element_bytes, draft_tokens)
     return found
 
 
-def _expert_shape(spec: ModelSpec) -> tuple[int, int] | None:
-    """(experts of a token, layers that have them)."""
-    if isinstance(spec, V41Spec):
-        return spec.experts_per_token, spec.num_layers
-    return None if spec.moe is None else (spec.moe.experts_per_token, spec.num_moe_layers)
-
-
-def _expert_messages(spec: ModelSpec, place: RankPlace, table: FeatureTable, element_bytes: int, top_k: int, layers: int) -> list[Messages]:
+def _expert_messages(
+    spec: ModelSpec, place: RankPlace, table: FeatureTable, element_bytes: int, shape: ExpertShape, loads: ExpertLoads | None
+) -> list[Messages]:
     others = place.num_ranks - 1
-    mine = _effective_rows(table, layers) / place.layout.tp
-    theirs = mine.sum(axis=1, keepdims=True) * place.layout.tp - mine
-    any_rows = np.broadcast_to(_some(table.tokens.sum(axis=1, keepdims=True)), mine.shape) * layers
-    everything = sends_everything(place.layout, top_k)
-    reach = 1.0 if everything else 1.0 - (1.0 - 1.0 / place.layout.ep) ** top_k
-    out_bytes = dispatch_row_bytes(spec.hidden_size, top_k, element_bytes)
+    mine = _effective_rows(table, shape.num_layers) / place.layout.tp
+    total = mine.sum(axis=1, keepdims=True) * place.layout.tp
+    theirs = total - mine
+    any_rows = np.broadcast_to(_some(table.tokens.sum(axis=1, keepdims=True)), mine.shape) * shape.num_layers
+    everything, share = sends_everything(place.layout, shape.top_k), reach(place, shape.top_k, loads)
+    out_rows, back_rows = mine * others * share, theirs * share
+    if loads is not None and not everything:
+        busiest = loads.rows(total) * theirs / np.maximum(total, 1e-12)
+        out_rows, back_rows = np.maximum(out_rows, busiest), np.maximum(back_rows, busiest)
     found = [
-        Messages("dispatch", any_rows, mine * others * reach * out_bytes),
-        Messages("combine", any_rows, theirs * reach * spec.hidden_size * element_bytes),
+        Messages("dispatch", any_rows, out_rows * dispatch_row_bytes(spec.hidden_size, shape.top_k, element_bytes)),
+        Messages("combine", any_rows, back_rows * spec.hidden_size * element_bytes),
     ]
     if not everything:
         found.append(Messages("dispatch", any_rows, np.full_like(mine, 8.0 * others)))

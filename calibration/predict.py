@@ -16,6 +16,7 @@ import numpy as np
 
 from calibration.cost_model import CalibratedCost, ModelFit, PricedTable, ProbeFactors
 from calibration.features import table_of_plans
+from calibration.imbalance import BALANCED, ExpertBalance
 from calibration.steady import Load, Method, closed_loop, reduced
 from engine.core.cache_config import CacheConfig
 from engine.core.errors import ConfigError
@@ -28,7 +29,7 @@ BLOCK_SIZE = 128
 
 
 class Question:
-    """What is asked of every layout and batch size."""
+    """What is asked of every layout and batch size. ``acceptance`` as ``engine.core.acceptance.acceptance_probabilities`` gives it."""
 
     def __init__(
         self,
@@ -37,9 +38,11 @@ class Question:
         context: int,
         new_tokens: int,
         draft_tokens: int = 0,
-        acceptance: float = 0.0,
+        acceptance: tuple[float, ...] = (),
         engram: EngramPlacement = "gpu",
         redundant_experts: int = 0,
+        expert_balance: ExpertBalance = BALANCED,
+        expert_rebalancing: bool = False,
         method: Method = "window",
         max_batched_tokens: int = 2048,
         memory_bytes: int | None = None,
@@ -47,6 +50,7 @@ class Question:
         self.spec, self.context, self.new_tokens = spec, context, new_tokens
         self.draft_tokens, self.acceptance = draft_tokens, acceptance
         self.engram, self.redundant_experts = engram, redundant_experts
+        self.expert_balance, self.expert_rebalancing = expert_balance, expert_rebalancing
         self.method, self.max_batched_tokens, self.memory_bytes = method, max_batched_tokens, memory_bytes
 
     def load(self, batch: int, num_ranks: int) -> Load:
@@ -56,7 +60,7 @@ class Question:
             new_tokens=self.new_tokens,
             num_ranks=num_ranks,
             draft_tokens=self.draft_tokens,
-            accepted_drafts=self.acceptance,
+            acceptance=self.acceptance,
             method=self.method,
             max_batched_tokens=self.max_batched_tokens,
             has_sequence_state=self.spec.has_sequence_state,
@@ -70,7 +74,17 @@ def predict_point(
     if deployment.prefill is not None:
         raise ConfigError(f"layout {deployment}: predict prices one kind of replica; ask for the prefill and the decode layout apart")
     layout = deployment.decode.unit
-    cost = CalibratedCost(fit, question.spec, layout, probe=probe, engram=question.engram, draft_tokens=question.draft_tokens)
+    cost = CalibratedCost(
+        fit,
+        question.spec,
+        layout,
+        probe=probe,
+        engram=question.engram,
+        draft_tokens=question.draft_tokens,
+        redundant_experts=question.redundant_experts,
+        expert_balance=question.expert_balance,
+        expert_rebalancing=question.expert_rebalancing,
+    )
     load, stands_for = reduced(question.load(batch, layout.dp))
     loop = closed_loop(load)
     table = table_of_plans(loop.plans, question.spec)
@@ -95,6 +109,7 @@ def predict_point(
             for name, seconds in sorted(priced.components.items())
             if seconds[middle].any()
         },
+        "barrier_wait_s": float(priced.barrier_wait_s[middle].mean()),
         "extrapolated": bool(priced.extrapolated.any()),
         "note": priced.note,
         "memory_bytes": memory,

@@ -12,6 +12,7 @@ from typing import Literal
 
 import msgspec
 
+from engine.core.acceptance import draw_accepted
 from engine.core.cache_config import CacheConfig
 from engine.core.errors import DomainError
 from engine.core.events import Event, Finished
@@ -33,7 +34,7 @@ _VOCABULARY = 1 << 20
 class Load(msgspec.Struct, frozen=True):
     """A closed loop: ``batch`` requests per data rank at any time, prompts of up to ``context`` tokens, up to ``new_tokens`` generated.
 
-    ``accepted_drafts`` of ``draft_tokens`` are accepted a step, on average.
+    ``acceptance``: of each of the ``draft_tokens``, the probability that it is accepted where all before it were; none: nothing is.
     """
 
     batch: int
@@ -41,7 +42,7 @@ class Load(msgspec.Struct, frozen=True):
     new_tokens: int
     num_ranks: int = 1
     draft_tokens: int = 0
-    accepted_drafts: float = 0.0
+    acceptance: tuple[float, ...] = ()
     method: Method = "window"
     max_batched_tokens: int = 2048
     block_size: int = 128
@@ -144,15 +145,11 @@ class _ClosedLoop:
             for item in rank.items:
                 if not item.emits:
                     continue
-                accepted = min(item.num_draft_tokens, self._accepted()) if item.num_draft_tokens else 0
+                accepted = draw_accepted(self.load.acceptance, item.num_draft_tokens, self.draw.random)
                 items.append(ItemResult(item.request, (1,) * (1 + accepted)))
                 emitted += 1 + accepted
             ranks.append(RankResult(tuple(items)))
         return StepResult(plan.step, tuple(ranks)), emitted
-
-    def _accepted(self) -> int:
-        whole = int(self.load.accepted_drafts)
-        return whole + (self.draw.random() < self.load.accepted_drafts - whole)
 
     def _window(self, plans: list[tuple[StepPlan, int, int]]) -> Loop:
         load, total = self.load, len(self.requests)

@@ -23,7 +23,7 @@ NUM_CORES = 2
 # Seconds per FLOP, per byte, per count of a unit of work, and per launch.
 RATES: dict[Resource, float] = {"compute": 2e-11, "memory": 1e-10, "host": 2e-9}
 LAUNCH_S = 2e-4
-GAP_S, GAP_PER_REQUEST_S = 3e-4, 2e-5
+GAP_S, GAP_PER_REQUEST_S, GAP_PER_START_S = 3e-4, 2e-5, 1.5e-4
 COMPUTE_SCALE, COLLECTIVE_SCALE = 1.1, 1.4
 RANKS = (("tp1dp1ep1", 2, 0), ("tp2dp1ep1", 1, 1), ("tp1dp2ep2", 1, 1))
 
@@ -50,7 +50,7 @@ def true_fit(spec: ModelSpec) -> ModelFit:
             components[component] = ComponentFit(columns, tuple(coefficients), 0.0, 0.0, 0.0)
         ranks.append(RankFit(name, cores, busy, components, {}, {}, 0))
     steps = tuple(
-        StepFit(name, cores, busy, COMPUTE_SCALE, COLLECTIVE_SCALE, GAP_S, GAP_PER_REQUEST_S, 0.0, 0.9, 1.1, 1)
+        StepFit(name, cores, busy, COMPUTE_SCALE, COLLECTIVE_SCALE, GAP_S, GAP_PER_REQUEST_S, GAP_PER_START_S, 0.9, 1.1, 1)
         for name, cores, busy in RANKS
     )
     collective = CollectiveFit(2, tuple(map(float, COLLECTIVE_SIZES)), tuple(1e-4 + 1e-9 * size for size in COLLECTIVE_SIZES))
@@ -80,7 +80,7 @@ def _points(
     truth: ModelFit, spec: ModelSpec, name: str, cores: int, busy: int, noise: float, count: int, random: np.random.Generator
 ) -> list[Point]:
     layout = parse_layout(name).decode.unit
-    cost, chosen = CalibratedCost(truth, spec, layout), measured_shapes(spec, count)
+    cost, chosen = CalibratedCost(truth, spec, layout, expert_balance=None), measured_shapes(spec, count)
     parts = cost.rank_seconds(table_of_plans([shape.plan(layout.dp) for shape in chosen], spec))
     found = []
     for index, shape in enumerate(chosen):

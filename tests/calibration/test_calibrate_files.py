@@ -22,6 +22,7 @@ from calibration.probe import Probe, factors, median_probe, run_probe
 from calibration.shapes import MAX_CACHED_TOKENS, cache_for, shapes
 from calibration.steady import Load, closed_loop, reduced
 from dashboards.calibration_report import calibration_report
+from engine.core.acceptance import acceptance_probabilities
 from engine.core.errors import ConfigError, DomainError
 from engine.core.layout import Layout, parse_layout
 from engine.core.specs import ModelSpec
@@ -185,7 +186,7 @@ def test_a_loop_of_one_new_token_computes_prompts() -> None:
 
 
 def test_drafts_are_accepted_as_often_as_asked() -> None:
-    loop = closed_loop(Load(8, 40, 60, draft_tokens=3, accepted_drafts=1.5, has_sequence_state=True))
+    loop = closed_loop(Load(8, 40, 60, draft_tokens=3, acceptance=acceptance_probabilities(1.5, 3), has_sequence_state=True))
     decodes = [len(plan.ranks[0].items) for plan in loop.plans if all(item.num_draft_tokens == 3 for item in plan.ranks[0].items)]
     assert decodes
     assert 2.2 * 6.5 < loop.tokens_per_step < 2.6 * 8
@@ -278,7 +279,7 @@ def test_predict_prints_the_points_of_the_contract(written: Path, capsys: pytest
     assert [(one["layout"], one["batch"]) for one in points] == [("tp1dp1ep1", 2), ("tp1dp1ep1", 8), ("tp1dp2ep2", 2), ("tp1dp2ep2", 8)]
     wanted = {
         *("layout", "batch", "context", "new_tokens", "step_s", "lo_s", "hi_s", "components", "extrapolated", "memory_bytes", "fits"),
-        *("tokens_per_s_per_gpu", "tokens_per_s_per_user", "usd_per_million_tokens", "joules_per_token", "note"),
+        *("tokens_per_s_per_gpu", "tokens_per_s_per_user", "usd_per_million_tokens", "joules_per_token", "note", "barrier_wait_s"),
     }
     assert all(set(one) == wanted for one in points)
     assert {part["provenance"] for one in points for part in one["components"].values()} <= {"measured", "interpolated", "scaled"}
@@ -299,10 +300,11 @@ def test_the_probe_is_run_unless_switched_off(written: Path, capsys: pytest.Capt
         (("--batch-sizes", "0"), "--batch-sizes is '0'"),
         (("--layout", "tp3dp1ep1"), "num_attention_heads"),
         (("--layout", "P1x(tp1dp1ep1)+D1x(tp1dp2ep2)"), "one kind of replica"),
-        (("--acceptance", "1.0"), "--acceptance is 1.0"),
+        (("--acceptance", "1.0"), "--acceptance: acceptance is 1; needed: a mean from 0 to the draft tokens = 0"),
         (("--draft-tokens", "3"), "calibrated with 0 draft tokens"),
         (("--context", "0"), "--context is 0"),
-        (("--expert-balance", "zipf:1"), "balanced experts only"),
+        (("--expert-balance", "zipf:-1"), "--expert-balance is 'zipf:-1'"),
+        (("--expert-balance", "measured:/nowhere/at/all"), "no such file"),
         (("--model", "v41-100m"), "is not in the calibration"),
     ],
 )
