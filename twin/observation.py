@@ -113,11 +113,11 @@ class Observation:
 
     def events(self, replica: int, events: Sequence[LogEvent]) -> None:
         for event in events:
-            if type(event) is TokensEmitted:
+            if isinstance(event, TokensEmitted):
                 self._live[event.request].emitted(event.now_s, len(event.tokens))
                 self._live[event.request].gaps_s.clear()
                 self.windows.add(event.now_s, len(event.tokens))
-            elif type(event) is DecodeStretch:
+            elif isinstance(event, DecodeStretch):
                 self._stretched(event)
                 self._look(replica, event.committed_s[-1])
             else:

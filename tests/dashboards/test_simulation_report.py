@@ -72,7 +72,8 @@ def test_strange_text_stays_text() -> None:
 
 def test_a_simulation_of_nothing_is_drawn_too() -> None:
     absent = dict.fromkeys(("output_tokens_per_s", "output_tokens_per_s_per_gpu", "goodput", "goodput_share", "prefix_hit_rate"))
-    nothing = point(None, **absent, **{key: distribution(None) for key in ("ttft_s", "tpot_s", "itl_s", "e2e_s")}, components={})
+    latencies = {key: distribution(None) for key in ("ttft_s", "tpot_s", "itl_s", "e2e_s")}
+    nothing = {**point(None, components={}), **absent, **latencies}
     empty = detail(quantiles={key: [] for key in ("ttft_s", "tpot_s", "itl_s", "e2e_s")}, windows=[], timeline=[])
     assert "TTFT: no request has one" in simulation_report(facts(slo=None), [nothing, nothing], [empty, empty])
 
