@@ -174,7 +174,8 @@ def _doubts(point: Mapping[str, Any]) -> list[str]:
     found = []
     if point["rejected"]:
         found.append(
-            f"{point['rejected']:,} of {point['requests']:,} requests were refused: longer than a rank's KV, or the queue was full"
+            f"{point['rejected']:,} of {point['requests']:,} requests were refused: above the {point['context_tokens']:,} tokens that "
+            "fit (--max-context with --over-context clip cuts them), or the queue was full (--max-waiting-requests)"
         )
     if point["extrapolated_share"]:
         found.append(f"{point['extrapolated_share']:.0%} of the steps lie outside what the calibration measured")

@@ -14,7 +14,7 @@ from engine.core.plan import RequestId, StepPlan, StepResult
 if TYPE_CHECKING:
     from twin.cluster import Cluster
 
-MAX_WINDOWS = 400
+MAX_WINDOWS = 240
 FIRST_WINDOW_S = 1e-3
 MAX_TIMELINE = 400
 

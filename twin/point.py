@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Union
 import msgspec
 
 from calibration.cost_model import CalibratedCost, ModelFit, ProbeFactors
+from calibration.imbalance import ExpertBalance
 from engine.core.errors import ConfigError, DomainError, InvariantError, RequestError, TwinferError
 from engine.core.events import DecodeStretch, Finished, LogEvent, encode_lines
 from engine.core.layout import parse_layout
@@ -44,11 +45,24 @@ class FittedCost(msgspec.Struct, frozen=True, tag="fitted"):
     probe: ProbeFactors | None
     engram: EngramPlacement
     draft_tokens: int
+    redundant_experts: int
+    expert_balance: ExpertBalance
+    expert_rebalancing: bool
 
     def cost(self, spec: ModelSpec, layout: str) -> StepCost:
         """Raises DomainError where the calibration has nothing to go by."""
         unit = parse_layout(layout).decode.unit
-        return CalibratedCost(self.fit, spec, unit, probe=self.probe, engram=self.engram, draft_tokens=self.draft_tokens)
+        return CalibratedCost(
+            self.fit,
+            spec,
+            unit,
+            probe=self.probe,
+            engram=self.engram,
+            draft_tokens=self.draft_tokens,
+            redundant_experts=self.redundant_experts,
+            expert_balance=self.expert_balance,
+            expert_rebalancing=self.expert_rebalancing,
+        )
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,6 +184,7 @@ def point_of(question: Question, result: SimResult) -> dict[str, Any]:
         "kv_peak_blocks": kv_peak["blocks"],
         "kv_peak_tokens": kv_peak["tokens"],
         "kv_blocks": question.config.scheduler.cache.num_blocks,
+        "context_tokens": question.config.scheduler.context_tokens,
         "output_tokens_per_s_per_gpu": None if per_s is None else per_s / deployment.num_gpus,
         # Of the mean step.
         "components": {

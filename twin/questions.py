@@ -9,7 +9,7 @@ from typing import Any, Union
 
 import msgspec
 
-from engine.core.acceptance import acceptance_probabilities
+from calibration.measured import parse_acceptance
 from engine.core.errors import ConfigError
 from engine.core.layout import Deployment
 from engine.core.memory import block_bytes, plan_memory
@@ -104,6 +104,10 @@ def _cost(options: Resolved, model: str, spec: ModelSpec) -> tuple[Union[GivenCo
     if options["system"]:
         raise ConfigError(f"--system {options['system']}: published systems are not in this release; calibrate one and use --calibration")
     if options["step_cost"]:
+        if options["expert_balance"] != "balanced":
+            raise ConfigError(
+                f"--expert-balance {options['expert_balance']}: a given step cost (--step-cost) knows no experts; use --calibration"
+            )
         cost = parse_given_cost(options["step_cost"])
         return cost, _GIVEN_DTYPE if options["dtype"] == "auto" else options["dtype"], {"source": "given", "note": cost.note}
     return _fitted(options, model, spec)
@@ -112,6 +116,7 @@ def _cost(options: Resolved, model: str, spec: ModelSpec) -> tuple[Union[GivenCo
 def _fitted(options: Resolved, model: str, spec: ModelSpec) -> tuple[FittedCost, str, dict[str, Any]]:
     from calibration import store
     from calibration.calibrate import spec_hash
+    from calibration.imbalance import parse_expert_balance
     from twin.speed import is_here, probe_now
 
     calibration = store.load(Path(options["calibration"]))
@@ -127,7 +132,16 @@ def _fitted(options: Resolved, model: str, spec: ModelSpec) -> tuple[FittedCost,
         "fits_sha256": calibration.fits_sha256,
         "probe": None if probe is None else msgspec.to_builtins(probe),
     }
-    return FittedCost(fit, probe, options["engram"], options["draft_tokens"]), fit.dtype, source
+    cost = FittedCost(
+        fit=fit,
+        probe=probe,
+        engram=options["engram"],
+        draft_tokens=options["draft_tokens"],
+        redundant_experts=options["redundant_experts"],
+        expert_balance=parse_expert_balance(options["expert_balance"]),
+        expert_rebalancing=options["expert_rebalancing"],
+    )
+    return cost, fit.dtype, source
 
 
 def _config(options: Resolved, spec: ModelSpec, deployment: Deployment, dtype: str, limits: Slo | None) -> TwinConfig:
@@ -184,10 +198,6 @@ def acceptance(options: Resolved) -> tuple[float, ...]:
         if drafts:
             raise ConfigError(f"--draft-tokens is {drafts}: how many are accepted is not known before a run; give --acceptance")
         return ()
-    try:
-        numbers = [float(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"--acceptance is {text[:60]!r}; needed: a mean, or a share for each draft position") from None
     if not drafts:
         raise ConfigError(f"--acceptance is {text[:60]!r} without --draft-tokens")
-    return acceptance_probabilities(numbers[0] if len(numbers) == 1 else numbers, drafts)
+    return parse_acceptance(text, drafts)

@@ -29,7 +29,7 @@ _ENGINE_KEYS = (
     *("layout", "rank_policy", "dtype", "block_size", "max_total_tokens", "mem_fraction_static", "context_length"),
     *("max_running_requests", "max_waiting_requests", "max_num_batched_tokens", "chunked_prefill_size", "draft_tokens"),
     *("disable_radix_cache", "order_policy", "eviction_policy", "num_window_tails", "swap_space_tokens", "swap_threshold_tokens"),
-    *("engram", "redundant_experts", "draft_redundant_experts"),
+    *("engram", "redundant_experts", "draft_redundant_experts", "expert_rebalancing"),
 )
 
 COST_OPTIONS: tuple[Option, ...] = (
@@ -42,8 +42,9 @@ COST_OPTIONS: tuple[Option, ...] = (
 
 TWIN_OPTIONS: tuple[Option, ...] = (
     Option("routing", str, "round-robin", "which replica takes a request", ("--policy",), choices=tuple(ROUTING_POLICIES)),
-    Option("acceptance", str, "", "with --draft-tokens: mean accepted drafts a step, without the bonus token; or the accepted share of the "
-           "drafts at each position, such as 0.8,0.6,0.4"),
+    Option("acceptance", str, "", "with --draft-tokens: mean accepted drafts a step, without the bonus token; the accepted share of drafts "
+           "at each position, such as 0.8,0.6,0.4; or measured:FILE, a server's saved /metrics"),
+    Option("expert-balance", str, "balanced", "which experts tokens choose: balanced, zipf:S, or measured:FILE; as of predict"),
     Option("memory-gib", float, None, "GiB of one rank's device, of which --mem-fraction-static holds weights and KV; auto is the engine's "
            "default on a CPU: the weights and 1 GiB of KV", low=1e-3, high=1e6),
     Option("host-gb-per-s", float, None, "GB/s at which preempted requests are swapped (--swap-space-tokens); auto: the cost model's",
