@@ -1,1 +1,1 @@
-"""The digital twin: the decision core on a simulated clock. Not built yet; ARCHITECTURE.md says what comes here."""
+"""The digital twin: the decision core on a simulated clock, with step times from a cost model."""

@@ -14,7 +14,7 @@ from typing import Protocol
 import simpy
 
 from engine.core.errors import CapacityError, RequestError
-from engine.core.events import Event, LogEvent
+from engine.core.events import Event, Finished, LogEvent
 from engine.core.plan import RequestId, StepPlan, StepResult
 from engine.core.rank import RankState
 from engine.core.request import Request
@@ -241,11 +241,11 @@ class Replica:
                 continue
             # The older plan's step began now: it was sent to an idle worker, or the step before it has just ended.
             yield self._clock.after(self._in_flight[0].seconds, turn, where)
-            events = self._commit(self._in_flight.popleft())
+            ends = self._commit(self._in_flight.popleft())
             if not self._in_flight:
                 self._read_mailbox()
                 self._dispatch()
-            self._deliver(events)
+            self._deliver(ends)
 
     # -- parts of the loop ----------------------------------------------------------------------------------------------------
 
@@ -306,7 +306,7 @@ class Replica:
         self._in_flight.append(_Flight(self.core.uncommitted[0].plan, price.step_s[count - 1], forward_s[count]))
         for listener in self._listeners:
             listener.events(self.index, events)
-        self._deliver(events)
+        self._deliver(self._fold.add(events))
 
     def _dispatch(self) -> bool:
         """Make, price and send one plan; false where the core has none."""
@@ -325,32 +325,33 @@ class Replica:
             observer.planned(self.index, plan, now_s)
         return True
 
-    def _commit(self, flight: _Flight) -> tuple[Event, ...]:
+    def _commit(self, flight: _Flight) -> list[Finished]:
+        """Returns the ends, to be told after the next plan: so does the actor."""
         now_s = self._clock.now_s
         result = self._outcomes.result(flight.plan, flight.forward_s)
         events = self.core.commit(flight.plan, result, now_s)
         for observer in self._observers:
             observer.committed(self.index, flight.plan, result, now_s)
-        self._note(events)
-        return events
+        return self._note(events)
 
     def _publish(self, events: Sequence[Event]) -> None:
-        self._note(events)
-        self._deliver(events)
+        self._deliver(self._note(events))
 
-    def _deliver(self, events: Sequence[LogEvent]) -> None:
-        for end in self._fold.add(events):
+    def _deliver(self, ends: Sequence[Finished]) -> None:
+        for end in ends:
             call = self._calls.pop(end.request)
             self.queued_prompt_tokens -= end.num_prompt_tokens
             self._outcomes.end(end.request)
             self._ended(call, False)
 
-    def _note(self, events: Sequence[Event]) -> None:
+    def _note(self, events: Sequence[Event]) -> list[Finished]:
+        """In the order of the log. Returns the ends among them."""
         if events:
             for observer in self._observers:
                 observer.events(self.index, events)
             for listener in self._listeners:
                 listener.events(self.index, events)
+        return self._fold.add(events)
 
     def _wake(self) -> None:
         if self._leap is not None and self._sleeper is not None:

@@ -17,7 +17,10 @@ class Goodput(msgspec.Struct, frozen=True):
 
 
 class KvPeak(msgspec.Struct, frozen=True):
-    """The fullest any rank was: blocks held by requests (cached blocks that can be evicted are free), and tokens in them."""
+    """The fullest any rank was: blocks held by requests (cached blocks that can be evicted are free), and tokens of these requests.
+
+    A prefix that several share counts for each of them.
+    """
 
     share: float
     blocks: int
