@@ -178,9 +178,11 @@ class Validation:
         plans = log.plans[run.first_step : run.last_step]
         ends_s = np.array(log.committed_s[run.first_step : run.last_step])
         # A step begins when it was planned, or when the one before it ended.
-        begins_s = np.maximum(np.array(log.planned_s[run.first_step : run.last_step]), np.concatenate([[-math.inf], ends_s[:-1]]))
+        planned_s, before_s = np.array(log.planned_s[run.first_step : run.last_step]), np.concatenate([[-math.inf], ends_s[:-1]])
+        steps_s, is_first = ends_s - np.maximum(planned_s, before_s), planned_s > before_s
         priced = mine.cost.price_table(table_of_plans(plans, self._engine.spec))
-        mine.steps = compare.step_errors(priced.step_s, priced.low_s, priced.high_s, ends_s - begins_s)
+        mine.steps = compare.step_errors(priced.step_s, priced.low_s, priced.high_s, steps_s)
+        mine.steps["after_idle"] = compare.errors(priced.step_s[is_first].tolist(), steps_s[is_first].tolist())
         mine.steps["extrapolated"] = float(np.mean(priced.extrapolated))
         self.details.append(
             {
@@ -189,7 +191,7 @@ class Validation:
                 "steps": _thinned(
                     [
                         {"tokens": plan.num_tokens, "measured_s": float(real), "predicted_s": float(expected)}
-                        for plan, real, expected in zip(plans, ends_s - begins_s, priced.step_s, strict=True)
+                        for plan, real, expected in zip(plans, steps_s, priced.step_s, strict=True)
                     ]
                 ),
                 "requests": _thinned(_pairs(mine.predicted, mine.measured)),

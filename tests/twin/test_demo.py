@@ -117,20 +117,20 @@ def test_what_does_not_fit_the_budget_is_not_run_and_says_so(
     real_call = FakeEngine.__call__
 
     def slow(*arguments: Any, **options: Any) -> list[StepRun]:
-        now_s[0] += 60.0
+        now_s[0] += 130.0
         return real_call(engine, *arguments, **options)
 
     monkeypatch.setattr(twinfer, "_run_steps", slow)
     monkeypatch.setattr("twin.speed.run_probe", lambda: Probe(1.0, 1.0, 1.0))
     now_s[0] = 0.0
-    code = twinfer.main([*ARGUMENTS, "--calibration", str(calibration), "--out", str(tmp_path), "--budget", "90", "--json"])
+    code = twinfer.main([*ARGUMENTS, "--calibration", str(calibration), "--out", str(tmp_path), "--budget", "180", "--json"])
     found = json.loads(capsys.readouterr().out)
     assert code == 0
     assert [layout for layout, _, _ in engine.sessions] == ["tp1dp1ep1", "tp1dp2ep2"]  # no time for a second round
     assert found["points"][0]["again"] is None
     now_s[0] = 0.0
     code = twinfer.main([*ARGUMENTS[:-1], "tp1dp1ep1,tp1dp2ep2,tp2dp1ep1", "--calibration", str(calibration), "--out", str(tmp_path),
-                         "--budget", "90", "--json"])  # fmt: skip
+                         "--budget", "180", "--json"])  # fmt: skip
     found = json.loads(capsys.readouterr().out)
     assert [row["reason"] != "" for row in found["points"]] == [False] * 4 + [True] * 2
     assert found["points"][5]["measured"] is None
@@ -140,7 +140,7 @@ def test_what_does_not_fit_the_budget_is_not_run_and_says_so(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--budget", "10"), "--budget is 10 s; needed: 90 to 7200"),
+        (("--budget", "10"), "--budget is 10 s; needed: 180 to 7200"),
         (("--budget", "nan"), "--budget is nan s"),
         (("--context", "0"), "--context is 0"),
         (("--new-tokens", "-1"), "--new-tokens is -1"),
