@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from engine.core.specs import ModelSpec
 
 EXIT_SLO_NOT_MET = 3
-_EXTRAS = {"pyarrow": "calibration", "scipy": "calibration", "plotly": "dashboards"}
 # (path of the page, facts, points, their details): drawn by the dashboards.
 DrawReport = Callable[[Path, Mapping[str, Any], Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], None]
 
@@ -131,15 +130,15 @@ def _draw(draw_report: DrawReport, path: Path, facts: Mapping[str, Any], points:
 def _require_libraries(options: Resolved, *, with_report: bool) -> None:
     try:
         import numpy  # noqa: F401
+        import scipy  # noqa: F401
         import simpy  # noqa: F401
 
         if options["calibration"]:
             import pyarrow  # noqa: F401
-            import scipy  # noqa: F401
         if with_report:
             import plotly  # noqa: F401
     except ImportError as error:
-        extra = _EXTRAS.get(str(error.name), "twin")
+        extra = "dashboards" if error.name == "plotly" else "twin"
         raise ConfigError(f"twinfer simulate needs {error.name} for this: pip install -e '.[{extra}]'") from None
 
 

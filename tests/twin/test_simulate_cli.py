@@ -376,7 +376,8 @@ def test_a_simulation_needs_no_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("missing", "extra", "arguments"), [("simpy", "twin", ()), ("numpy", "twin", ()), ("plotly", "dashboards", ("--output", "r.html"))]
+    ("missing", "extra", "arguments"),
+    [("simpy", "twin", ()), ("numpy", "twin", ()), ("scipy", "twin", ()), ("plotly", "dashboards", ("--output", "r.html"))],
 )
 def test_a_missing_library_is_named_with_its_extra(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, missing: str, extra: str, arguments: tuple[str, ...]
