@@ -302,9 +302,9 @@ class CalibratedCost:
         """Prices of N steps at once."""
         ranks = self.rank_seconds(table)
         total = added(ranks.values())
-        slowest = total.argmax(axis=1)[:, None]
         step, count = self.step_fit, table.num_steps
-        components = {name: np.take_along_axis(seconds, slowest, 1)[:, 0] * step.compute_scale for name, seconds in ranks.items()}
+        slowest = (np.arange(count), total.argmax(axis=1))
+        components = {name: seconds[slowest] * step.compute_scale for name, seconds in ranks.items()}
         hidden_s = self._before_engram(components)
         for name, seconds in self.collective_seconds(table, hidden_s).items():
             components[name] = components.get(name, np.zeros(count)) + seconds * step.collective_scale

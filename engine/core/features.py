@@ -93,6 +93,8 @@ def _add_pairs(table: Features, rank: RankPlan, spec: ModelSpec, ratios: list[in
 
 def pairs(begin: int, end: int, ratio: int = 1, cap: int | None = None) -> int:
     """Sum over positions t in [begin, end) of min((t + 1) // ratio, cap)."""
+    if end - begin == 1:  # most items decode
+        return end // ratio if cap is None else min(end // ratio, cap)
     return _pairs_until(end, ratio, cap) - _pairs_until(begin, ratio, cap)
 
 
