@@ -182,12 +182,13 @@ def _scheduler(options: Resolved, spec: ModelSpec, place: RankPlace, dtype: str)
     memory_bytes = None if stated is None else int(stated * (1 << 30))
     budget = cpu_budget_bytes(spec, dtype, place) if memory_bytes is None else int(memory_bytes * options["mem_fraction_static"])
     cache = cache_config(options, spec, dtype, budget, place)
-    memory = plan_memory(spec, cache, dtype, place)
-    if memory_bytes is not None and memory.total_bytes > memory_bytes:
-        raise ConfigError(
-            f"layout {place.layout}: weights {memory.weight_bytes} B and KV {memory.cache_bytes} B of a rank exceed its {memory_bytes} B "
-            "(--memory-gib); lower --max-total-tokens or --max-running-requests"
-        )
+    if memory_bytes is not None:
+        memory = plan_memory(spec, cache, dtype, place)
+        if memory.total_bytes > memory_bytes:
+            raise ConfigError(
+                f"layout {place.layout}: weights {memory.weight_bytes} B and KV {memory.cache_bytes} B of a rank exceed {memory_bytes} B "
+                "(--memory-gib); lower --max-total-tokens or --max-running-requests"
+            )
     return scheduler_config(options, spec, cache, place.layout.dp)
 
 
