@@ -18,9 +18,11 @@ import engine.cli
 import twin.cli
 import twin.demo
 import twin.validate
+from engine.actors.config import EngineConfig
 from engine.cli import logs
 from engine.core.errors import ConfigError, RequestError, StoppedError, TwinferError
 from engine.core.specs import ModelSpec
+from engine.core.step_cost import StepCost
 from engine.options import Resolved
 from engine.version import VERSION
 from twin.validate import PlannedEngine
@@ -38,7 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"twinfer {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    engine.cli.register(commands, write_report=_write_serve_report)
+    engine.cli.register(commands, write_report=_write_serve_report, load_cost=_load_cost)
     calibration.cli.register(commands)
     calibration.commands.register(commands, read_spec=_read_spec, run_steps=_run_steps, draw_report=_draw_calibration_report)
     twin.demo.register(commands, read_spec=_read_spec, run_steps=_run_steps, draw_report=_draw_demo_report)
@@ -90,6 +92,17 @@ def _draw_simulation_report(
     from dashboards.simulation_report import write_simulation_report
 
     write_simulation_report(path, facts, points, details)
+
+
+def _load_cost(path: str, model: str, spec: ModelSpec, config: EngineConfig, draft_tokens: int) -> StepCost:
+    """Engine and calibration meet here: the prices of the steps of ``config``. Raises ConfigError, saying why, for another one's."""
+    try:
+        from calibration.service import Service, cost_of_service
+    except ImportError as error:
+        raise ConfigError(f"--calibration needs {error.name}: pip install 'twinfer[calibration]'") from None
+    worker = config.workers[0]
+    service = Service(model, spec, worker.layout, worker.dtype, worker.device, worker.num_threads, worker.engram, draft_tokens)
+    return cost_of_service(Path(path), service)
 
 
 def _read_spec(model: str) -> ModelSpec:

@@ -115,5 +115,10 @@ SERVE_OPTIONS: tuple[Option, ...] = (
     Option("log-requests", bool, False, "a line for each request (never its text)", ("--enable-log-requests",)),
     Option("ssl-certfile", str, "", "certificate chain (PEM): serve HTTPS"),
     Option("ssl-keyfile", str, "", "the certificate's key (PEM); none is in the certificate's file"),
+    Option("calibration", str, "", "what calibrate wrote for this model and machine: each step's time is predicted before it runs, "
+           "compared, and watched for drift (/metrics, /server_info, log)"),
+    Option("calibration-correction", bool, False, "multiply predictions by what the last steps took beside them"),
+    Option("tpot-slo", float, None, "ms that a running request may wait for its next token by the calibration's prices: prompt chunks and "
+           "admissions are kept within; auto: no limit", low=0.01, high=1e6),
     Option("no-progress", bool, False, "no bars or percentages while the model loads", ("--disable-progress",)),
 )  # fmt: skip

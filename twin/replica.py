@@ -187,7 +187,7 @@ class Replica:
         where cost and outcomes allow it and nobody looks on; ``keeps_cache``: and no cached prefix comes or goes (a router looks at these).
         """
         self.index = index
-        self.core = Scheduler(config)
+        self.core = Scheduler(config, cost)
         self.queued_prompt_tokens = 0  # of calls that have not ended
         self._clock, self._cost, self._outcomes = clock, cost, outcomes
         self._fold, self._totals, self._ended = fold, totals, ended

@@ -156,6 +156,8 @@ class EngineConfig(msgspec.Struct, frozen=True):
     expert_maps: tuple[ExpertMap, ...] = ()  # the placements that the ranks start with, one a layer; empty where experts are not spread
     report_steps: int = 0  # steps between the workers' reports of what they have counted (experts, messages, Engram waits); 0: none
     rebalance_experts: bool = False  # move experts where a report shows that it pays
+    timed_steps: int = 64  # with a cost model: steps between those whose components are timed and compared; 0: none
+    corrects_predictions: bool = False  # by what the last steps took beside them
 
     @property
     def is_follower(self) -> bool:

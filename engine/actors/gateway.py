@@ -32,6 +32,7 @@ from engine.core.plan import TokenLogprobs
 from engine.core.request import Request
 from engine.core.sampling import MAX_SEED, SamplingParams
 from engine.core.scheduler_state import Stats
+from engine.core.shadow import Shadow
 from engine.detokenize import StopMatcher
 from engine.tokenizer import LONG_TEXT_CHARS, Tokenizer, refuse_far_too_long
 
@@ -187,6 +188,11 @@ class Gateway:
         # Texts of any length take turns among themselves: prompts do not wait for them.
         limiter = self._tokenising_any if any_length else self._tokenising
         return await trio.to_thread.run_sync(encode_checked, abandon_on_cancel=True, limiter=limiter)
+
+    @property
+    def shadow(self) -> Shadow | None:
+        """Where a cost model prices the steps."""
+        return self._scheduler.shadow
 
     def begin_recording(self) -> None:
         """Have the workers record from the next step on, where they are configured to; the second call does nothing."""

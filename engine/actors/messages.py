@@ -56,6 +56,7 @@ class Execute(msgspec.Struct, frozen=True, tag=True):
     plan: RankPlan
     peers: StepPeers | None = None
     report_counters: bool = False  # the result is to bring what was counted since one last did
+    time_components: bool = False  # the result is to bring the seconds of its components, which slows this step a little
 
 
 class Rebalance(msgspec.Struct, frozen=True, tag=True):

@@ -6,6 +6,7 @@ another task would cost more than most of these steps. It awaits workers and its
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NoReturn, Protocol, assert_never
@@ -17,16 +18,19 @@ from engine.actors.messages import Abort, Forget, Prepare, Rebalance, Record, Re
 from engine.actors.stream import RequestStream
 from engine.actors.worker import WorkerGroup
 from engine.core.errors import CapacityError, GenerationError, InvariantError, RequestError, TwinferError
-from engine.core.events import Admitted, Event, Finished, Rejected, TokensEmitted
+from engine.core.events import Admitted, DriftAlarm, Event, Finished, Rejected, TokensEmitted
 from engine.core.expert_balance import ExpertBalancer
 from engine.core.plan import RequestId, StepPlan, StepResult
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
+from engine.core.shadow import Shadow, drift_text
 
 # Overlap: one plan runs, the next one waits at the worker. More would only make decisions older.
 MAX_PLANS_IN_FLIGHT = 2
 # Grammars announced while one step runs. They are hints: the oldest is dropped.
 _MAX_HINTS = 64
+
+_log = logging.getLogger("twinfer.shadow")
 
 
 class Observer(Protocol):
@@ -36,7 +40,7 @@ class Observer(Protocol):
     """
 
     def planned(self, plan: StepPlan, now_s: float) -> None:
-        """Before the plan is sent: the moment to write a prediction down."""
+        """Before the plan is sent."""
         ...
 
     def committed(self, plan: StepPlan, result: StepResult, now_s: float) -> None: ...
@@ -68,8 +72,11 @@ class SchedulerActor:
         *,
         report_steps: int = 0,
         make_balancer: Callable[[], ExpertBalancer | None] = lambda: None,
+        shadow: Shadow | None = None,
+        timed_steps: int = 0,
     ) -> None:
-        """Every ``report_steps`` (0: never) the workers tell what they have counted; a balancer may then have experts moved."""
+        """Every ``report_steps`` (0: never) the workers tell what they have counted; a balancer may then have experts moved. A ``shadow``
+        prices each plan; every ``timed_steps`` (0: never) the workers time the step's components for it."""
         self._make_core = make_core
         self._cache = cache
         self._observers = tuple(observers)
@@ -88,6 +95,8 @@ class SchedulerActor:
         self._make_balancer = make_balancer
         self._balancer: ExpertBalancer | None = None
         self._report_steps = report_steps
+        self.shadow = shadow
+        self._timed_steps = timed_steps if shadow is not None else 0
         self.core = make_core()
         self._in_flight: deque[StepPlan] = deque()
 
@@ -126,6 +135,8 @@ class SchedulerActor:
             raise InvariantError("a scheduler is reset while it has requests")
         self.core = self._make_core()
         self._balancer = self._make_balancer()  # new workers begin with the first placements
+        if self.shadow is not None:
+            self.shadow.reset()
         self.num_steps = 0
 
     async def serve(self, workers: WorkerGroup) -> NoReturn:
@@ -154,6 +165,8 @@ class SchedulerActor:
             for observer in self._observers:
                 observer.committed(plan, result, now_s)
             self._note(events)
+            if self.shadow is not None:
+                self._compare(self.shadow, plan, result, now_s)
             if result.counters is not None and self._balancer is not None:
                 await self._rebalance(self._balancer, result.counters.expert_choices, workers)
             # Text is made while the worker computes: after the next plan, where it has nothing to do until then.
@@ -248,8 +261,23 @@ class SchedulerActor:
         self._cache.begin(plan)
         for observer in self._observers:
             observer.planned(plan, now_s)
-        await workers.send_plan(plan, report_counters=bool(self._report_steps) and plan.step % self._report_steps == 0)
+        await workers.send_plan(
+            plan,
+            report_counters=bool(self._report_steps) and plan.step % self._report_steps == 0,
+            time_components=bool(self._timed_steps) and plan.step % self._timed_steps == self._timed_steps - 1,
+        )
+        if self.shadow is not None:
+            # While the worker computes: a price is of the plan alone, and stands in the log before anybody has looked for the result.
+            self._note((self.shadow.price(plan, now_s, trio.current_time()),))
         return True
+
+    def _compare(self, shadow: Shadow, plan: StepPlan, result: StepResult, now_s: float) -> None:
+        events = shadow.compare(plan, result, now_s)
+        self.core.price_factor = shadow.correction
+        for event in events:
+            if isinstance(event, DriftAlarm):
+                _log.warning("%s", drift_text(event))
+        self._note(events)
 
     def _publish(self, events: Sequence[Event], workers: WorkerGroup) -> None:
         self._note(events)

@@ -29,6 +29,8 @@ from engine.actors.worker import WORKER_MODULE, LoadProgress, WorkerGroup, open_
 from engine.core.errors import CapacityError, InvariantError, TwinferError, WorkerError
 from engine.core.expert_balance import ExpertBalancer
 from engine.core.scheduler import Scheduler
+from engine.core.shadow import Shadow
+from engine.core.step_cost import StepCost
 from engine.tokenizer import Tokenizer
 
 # After a failure or a drain, readers get this long to take the error or the last output before the body is cancelled.
@@ -46,14 +48,16 @@ async def open_engine(
     observers: Sequence[Observer] = (),
     worker_module: str = WORKER_MODULE,
     loading: LoadProgress | None = None,
+    cost: StepCost | None = None,
 ) -> AsyncIterator[Gateway]:
     """Start an engine, give its gateway, stop it. Raises ConfigError or WorkerError bare, never inside a group.
 
+    ``cost`` prices every plan beside its run, and steps for ``config.scheduler.tpot_slo_s``.
     After a stop signal (``handle_signals``) the body is cancelled once the requests are over and the context ends normally;
     ``gateway.exit_code`` is then the process's. A signal during the start raises KeyboardInterrupt or SystemExit.
     """
     config.validate()
-    supervisor = _Supervisor(config, tokenizer, observers, worker_module, loading)
+    supervisor = _Supervisor(config, tokenizer, observers, worker_module, loading, cost)
     body_error: BaseException | None = None
     try:
         async with trio.open_nursery() as nursery:
@@ -86,6 +90,7 @@ class _Supervisor:
         observers: Sequence[Observer],
         worker_module: str,
         loading: LoadProgress | None,
+        cost: StepCost | None,
     ) -> None:
         self._config = config
         self._worker_module = worker_module
@@ -94,12 +99,14 @@ class _Supervisor:
         # The door is the gateway's: when all slots are free and a burst arrives, all of it waits for a moment.
         core_config = msgspec.structs.replace(config.scheduler, max_waiting=config.max_requests)
         self._scheduler = SchedulerActor(
-            lambda: Scheduler(core_config),
+            lambda: Scheduler(core_config, cost),
             self._cache,
             config.max_requests,
             observers,
             report_steps=config.report_steps,
             make_balancer=lambda: ExpertBalancer(config.expert_maps) if config.rebalance_experts else None,
+            shadow=None if cost is None else Shadow(cost, corrects=config.corrects_predictions),
+            timed_steps=config.timed_steps,
         )
         self.gateway = Gateway(config, self._scheduler, self._cache, tokenizer)
         self.body_scope = trio.CancelScope()

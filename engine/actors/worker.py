@@ -371,9 +371,9 @@ class WorkerGroup:
     async def send_all(self, command: WorkerCommand) -> None:
         await self._send(lambda _: command)
 
-    async def send_plan(self, plan: StepPlan, *, report_counters: bool = False) -> None:
+    async def send_plan(self, plan: StepPlan, *, report_counters: bool = False, time_components: bool = False) -> None:
         peers = step_peers(plan) if len(self.workers) > 1 else None
-        await self._send(lambda worker: Execute(plan.step, plan.ranks[worker.config.data_rank], peers, report_counters))
+        await self._send(lambda worker: Execute(plan.step, plan.ranks[worker.config.data_rank], peers, report_counters, time_components))
 
     async def _send(self, command_for: Callable[[RankWorker], WorkerCommand]) -> None:
         """The longer way first; what goes to one node goes together."""

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, assert_never
 
@@ -113,6 +113,8 @@ class Recording:
         self._recorder: Recorder | None = None
         self._begun = False
         self._timer_before: Any = None
+        self._timer: Any = None  # of single steps
+        self._components: tuple[tuple[str, float], ...] = ()
 
     def begin(self) -> None:
         """Record from the next step on; the second call does nothing."""
@@ -142,11 +144,36 @@ class Recording:
         self._recorder = recorder
         self._timer_before = self._runner.time_components(recorder.timer)
 
-    def step(self, step: int, plan: RankPlan) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._recorder is None else self._recorder.step(step, plan)
+    @contextlib.contextmanager
+    def step(self, step: int, plan: RankPlan, time_components: bool) -> Iterator[None]:
+        """Around one step; ``time_components`` times its parts where nothing else does."""
+        if self._recorder is not None:
+            with self._recorder.step(step, plan):
+                yield
+        elif time_components and not self._config.time_components:
+            before = self._runner.time_components(self._step_timer())
+            try:
+                yield
+            finally:
+                self._components = self._runner.take_components()
+                self._runner.time_components(before)
+        else:
+            yield
 
     def take_components(self) -> tuple[tuple[str, float], ...]:
-        return self._runner.take_components() if self._recorder is None else self._recorder.components
+        if self._recorder is not None:
+            return self._recorder.components
+        taken, self._components = self._components, ()
+        return taken or self._runner.take_components()
+
+    def _step_timer(self) -> Any:
+        if self._timer is None:
+            import torch
+
+            from engine.kernels.timing import ComponentTimer
+
+            self._timer = ComponentTimer(torch.device(self._config.device))
+        return self._timer
 
     def end_if_over(self) -> None:
         """To be called once a step's result is on its way: writing a profile takes its time."""
@@ -204,9 +231,9 @@ def serve(channel: _Channel, build: RunnerFactory) -> int:
         while True:
             command = channel.receive()
             match command:
-                case Execute(step=step, plan=plan, peers=peers, report_counters=report_counters):
+                case Execute(step=step, plan=plan, peers=peers, report_counters=report_counters, time_components=time_components):
                     during = f"step {step}"
-                    with recording.step(step, plan):
+                    with recording.step(step, plan, time_components):
                         begin_s = time.perf_counter()
                         result = runner.execute(step, plan, peers)
                         forward_s = time.perf_counter() - begin_s

@@ -7,7 +7,6 @@ with it. All times are differences on the events' own clock. Nothing that a clie
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -16,22 +15,36 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 
 from engine.actors.gateway import EngineStats, Gateway
 from engine.actors.grammar_check import GrammarCheck
-from engine.actors.scheduler import MAX_PLANS_IN_FLIGHT
 from engine.api.histogram import Histogram, doubling
 from engine.api.info import ServerInfo
 from engine.api.metrics_compat import COMPAT_FAMILIES
 from engine.api.metrics_families import FAMILIES, FamilyCollector
 from engine.core.errors import InvariantError
-from engine.core.events import Admitted, Arrived, Event, Finished, Preempted, Rejected, Resumed, StepCommitted, TokensEmitted
+from engine.core.events import (
+    Admitted,
+    Arrived,
+    Event,
+    Finished,
+    Preempted,
+    Rejected,
+    Resumed,
+    StepCommitted,
+    StepMeasured,
+    StepPriced,
+    TokensEmitted,
+)
 from engine.core.metrics import DraftCounts
 from engine.core.plan import RequestId, StepPlan, StepResult
 from engine.core.rank_counters import RankCounters, added
+from engine.core.shadow import ShadowState, StepClock
 
 Compat = Literal["none", "vllm", "sglang"]
 
 # From a fake worker's tens of microseconds to a long queue's minutes.
 LATENCY_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
 GAP_BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 10.0)
+# Measured / predicted: 1 is as predicted.
+RATIO_BOUNDS = (0.25, 0.5, 0.67, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0)
 # Routes come from the server's own table; the bound is for the day when something else is handed in.
 _MAX_ROUTES = 64
 _OTHER_ROUTE = "other"
@@ -70,6 +83,8 @@ class Histograms:
         self.iteration_tokens: Histogram = Histogram(doubling(1, 1 << 16))
         self.step_s: Histogram = Histogram(GAP_BOUNDS_S)
         self.forward_s: Histogram = Histogram(GAP_BOUNDS_S)
+        self.predicted_s: Histogram = Histogram(GAP_BOUNDS_S)
+        self.residual_ratio: Histogram = Histogram(RATIO_BOUNDS)
 
 
 class Reading(NamedTuple):
@@ -84,6 +99,7 @@ class Reading(NamedTuple):
     mailbox_depths: dict[str, int]
     grammars: GrammarCheck | None
     num_rebalances: int = 0
+    shadow: ShadowState | None = None  # None without a cost model
 
 
 class _Running:
@@ -115,8 +131,7 @@ class ServerMetrics:
         self.open_streams: int = 0
         self._routes: set[str] = set()
         self._running: dict[RequestId, _Running] = {}
-        self._planned_s: deque[tuple[int, float]] = deque(maxlen=MAX_PLANS_IN_FLIGHT)
-        self._committed_s = 0.0
+        self._clock = StepClock()
         self._engine: Gateway | None = None
         self._info: ServerInfo | None = None
         self._registry: CollectorRegistry | None = None
@@ -140,7 +155,16 @@ class ServerMetrics:
             self.counters.invariant_violations += 1
             _log.exception("the engine's books do not add up")
         engine = self._engine
-        return Reading(self, self._info, stats, engine.heartbeat_ages_s(), engine.mailbox_depths(), engine.grammars, engine.num_rebalances)
+        return Reading(
+            self,
+            self._info,
+            stats,
+            engine.heartbeat_ages_s(),
+            engine.mailbox_depths(),
+            engine.grammars,
+            engine.num_rebalances,
+            engine.shadow.state() if engine.shadow is not None else None,
+        )
 
     def exposition(self) -> bytes:
         """Prometheus text; empty before ``start``."""
@@ -166,14 +190,13 @@ class ServerMetrics:
     # -- observer of the scheduler --------------------------------------------------------------------------------------------
 
     def planned(self, plan: StepPlan, now_s: float) -> None:
-        self._planned_s.append((plan.step, now_s))
+        self._clock.planned(plan.step, now_s)
 
     def committed(self, plan: StepPlan, result: StepResult, now_s: float) -> None:
-        begin_s = max((planned_s for step, planned_s in self._planned_s if step == plan.step), default=now_s)
-        begin_s, self._committed_s = max(begin_s, self._committed_s), now_s
+        step_s = self._clock.committed(plan.step, now_s)
         if self._engine is None:
             return
-        self.histograms.step_s.observe(now_s - begin_s)
+        self.histograms.step_s.observe(step_s)
         self.histograms.forward_s.observe(result.forward_s)
         for name, seconds in result.components:
             self.component_s[name] = self.component_s.get(name, 0.0) + seconds
@@ -214,6 +237,11 @@ class ServerMetrics:
                     self.counters.steps += 1
                     self.drafts.add(event)
                     self.histograms.iteration_tokens.observe(event.num_tokens)
+                case StepPriced():
+                    self.histograms.predicted_s.observe(event.predicted_s)
+                case StepMeasured():
+                    if event.within is not None:
+                        self.histograms.residual_ratio.observe(event.measured_s / event.predicted_s)
                 case _:
                     pass  # a plan tells no more than its commit
 

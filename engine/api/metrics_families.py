@@ -14,11 +14,13 @@ from prometheus_client.registry import Collector
 
 from engine.api.histogram import Histogram
 from engine.core.scheduler_state import RankStats
+from engine.core.shadow import WHOLE_STEP
 
 if TYPE_CHECKING:
     from engine.actors.grammar_check import GrammarCheck
     from engine.api.metrics import Counters, Histograms, Reading
     from engine.core.metrics import DraftCounts
+    from engine.core.shadow import ShadowState
 
 PREFIX = "twinfer_"
 DEVICE_TIER = "device"  # host blocks hold what running requests were swapped to; a prefix is not looked for there
@@ -207,6 +209,24 @@ def _engram_fetches(reading: Reading) -> Iterable[Sample]:
     return [(("ready",), ranks.engram_hits), (("waited",), ranks.engram_misses)]
 
 
+def _shadow(read: Callable[[ShadowState], Iterable[Sample]]) -> Callable[[Reading], Iterable[Sample]]:
+    return lambda reading: read(reading.shadow) if reading.shadow is not None else []
+
+
+def _compared(state: ShadowState) -> Iterable[Sample]:
+    outside = state.num_below + state.num_above
+    return [(("below",), state.num_below), (("within",), state.num_compared - outside), (("above",), state.num_above)]
+
+
+def _drift_ratios(state: ShadowState) -> Iterable[Sample]:
+    ratios = [] if state.drift_ratio is None else [((WHOLE_STEP,), state.drift_ratio)]
+    return [*ratios, *(((name,), ratio) for name, ratio in state.component_ratios.items())]
+
+
+def _drift_alarm(state: ShadowState) -> Iterable[Sample]:
+    return [((state.alarm or WHOLE_STEP,), float(state.alarm is not None))]
+
+
 # -- the table ----------------------------------------------------------------------------------------------------------------
 
 _TABLE: tuple[Family, ...] = (
@@ -276,6 +296,18 @@ _TABLE: tuple[Family, ...] = (
     Family("histogram", "step_forward_seconds", "The slowest worker's own time of a step", (), _histogram(lambda times: times.forward_s)),
     Family("counter", "step_component_seconds", "Parts of step_forward_seconds, where the workers are asked to time them", ("component",),
            _keyed(lambda reading: reading.metrics.component_s)),
+    Family("histogram", "step_predicted_seconds", "step_seconds as the calibration has it, said before the step's result is known", (),
+           _histogram(lambda times: times.predicted_s)),
+    Family("histogram", "step_residual_ratio", "Measured / predicted seconds of a step; 1 is as predicted", (),
+           _histogram(lambda times: times.residual_ratio)),
+    Family("counter", "steps_compared", "Steps by where they lay to the 90 % interval of their prediction", ("interval",),
+           _shadow(_compared)),
+    Family("gauge", "step_drift_ratio", "Measured / predicted of late: of whole steps, and of components on steps that time them",
+           ("component",), _shadow(_drift_ratios)),
+    Family("gauge", "step_drift_alarm", "1 while steps lastingly take another time than predicted; the component that moved most",
+           ("component",), _shadow(_drift_alarm)),
+    Family("gauge", "step_prediction_correction", "What predictions are multiplied by; 1 without --calibration-correction", (),
+           _shadow(lambda state: [((), state.correction)])),
     Family("counter", "expert_tokens", "How often each expert was chosen; reported every --report-steps, where experts are spread",
            ("layer", "expert"), _expert_tokens),
     Family("counter", "expert_rebalances", "Times that experts were moved between ranks", (),

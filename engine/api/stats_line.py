@@ -33,6 +33,7 @@ class StatsLine(msgspec.Struct, frozen=True):
     prefix_hit_share: float | None
     num_preemptions: int
     drafts: DraftCounts
+    drift_ratio: float | None = None  # measured / predicted seconds of steps; None without a cost model, and before the first 32 steps
 
     def __str__(self) -> str:
         hits = "-" if self.prefix_hit_share is None else f"{self.prefix_hit_share:.0%}"
@@ -48,6 +49,8 @@ class StatsLine(msgspec.Struct, frozen=True):
         if length := self.drafts.acceptance_length:
             rates = "/".join(f"{rate:.0%}" for rate in self.drafts.acceptance_by_position)
             parts.append(f"{length:.2f} tokens a verification, drafts accepted {rates} by position")
+        if self.drift_ratio is not None:
+            parts.append(f"steps {self.drift_ratio:.2f} x predicted")
         return ", ".join(parts)
 
 
@@ -78,6 +81,7 @@ class StatsLog:
             prefix_hit_share=(now.prefix_hit_tokens - last.prefix_hit_tokens) / queries if queries else None,
             num_preemptions=preemptions - self._last_preemptions,
             drafts=reading.metrics.drafts.since(self._last_drafts),
+            drift_ratio=reading.shadow.drift_ratio if reading.shadow is not None else None,
         )
         idle = now == last and not (line.num_running or line.num_waiting)
         self._last, self._last_preemptions, self._last_drafts = now, preemptions, reading.metrics.drafts.copy()

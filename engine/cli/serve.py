@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,28 +31,34 @@ if TYPE_CHECKING:
     import socket
     import ssl
 
+    from engine.actors.config import EngineConfig
     from engine.actors.gateway import Gateway
     from engine.api.config import ApiConfig
     from engine.api.formats.base import ChatFormat
     from engine.api.info import ServerInfo
+    from engine.core.specs import ModelSpec
+    from engine.core.step_cost import StepCost
     from engine.launch import Launch, OpenedModel
     from engine.options import Resolved
 
+# (file, model's name, spec, engine, draft tokens): the prices of that engine's steps. Raises ConfigError where the file is of another one.
+LoadCost = Callable[[str, str, "ModelSpec", "EngineConfig", int], "StepCost"]
 MAX_KEY_FILE_BYTES = 1 << 20
 MAX_NAME_CHARS = 256
 
 _log = logging.getLogger("twinfer.serve")
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], load_cost: LoadCost | None) -> None:
+    """``load_cost`` reads ``--calibration``; None where no cost model can be had."""
     parser = commands.add_parser("serve", help="serve a model over the OpenAI API", description=__doc__)
     parser.add_argument("model", metavar="MODEL", nargs="?", help="tiny-v41 (default), smollm2-135m, a model folder or a .gguf file")
     parser.add_argument("--model", "--model-path", "-m", dest="model_option", metavar="MODEL", help="the same as MODEL")
     add_engine_arguments(parser, SERVE_OPTIONS, "server options")
-    parser.set_defaults(run=run, default_log_level="info")
+    parser.set_defaults(run=lambda arguments: run(arguments, load_cost), default_log_level="info")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace, load_cost: LoadCost | None = None) -> int:
     options = resolve_options(arguments, SERVE_OPTIONS)
     if arguments.print_config:
         return print_config(options, arguments.json)
@@ -68,9 +75,14 @@ def run(arguments: argparse.Namespace) -> int:
 
     model = open_model(name)
     config = api_config(options, model.spec.name)
-    launch = plan_launch(options, model.spec, name)
+    launch = with_shadow(plan_launch(options, model.spec, name), options)
     if launch.config.is_follower:
         return follow_node_0(launch.config)
+    cost = None
+    if options["calibration"]:
+        if load_cost is None:
+            raise ConfigError("--calibration: this installation has no cost model")
+        cost = load_cost(options["calibration"], name, model.spec, launch.config, options["draft_tokens"])
     setup = Setup(
         launch=launch,
         model=model,
@@ -81,9 +93,24 @@ def run(arguments: argparse.Namespace) -> int:
         tls=tls_context(config),
         bound=bind(config.host, config.port),
         as_json=arguments.json,
+        cost=cost,
     )
     with setup.bound:
         return trio.run(_serve, setup)
+
+
+def with_shadow(launch: Launch, options: Resolved) -> Launch:
+    """What the options say about predictions, put into the configuration. Raises ConfigError for what needs a calibration."""
+    slo_ms = options["tpot_slo"]
+    if not options["calibration"]:
+        for given, name in ((slo_ms is not None, "tpot-slo"), (options["calibration_correction"], "calibration-correction")):
+            if given:
+                raise ConfigError(f"--{name} needs --calibration FILE: it goes by the cost model's prices")
+        return launch
+    config = launch.config
+    scheduler = msgspec.structs.replace(config.scheduler, tpot_slo_s=None if slo_ms is None else slo_ms / 1000)
+    config = msgspec.structs.replace(config, scheduler=scheduler, corrects_predictions=options["calibration_correction"])
+    return msgspec.structs.replace(launch, config=config)
 
 
 def api_config(options: Resolved, model_name: str) -> ApiConfig:
@@ -140,6 +167,7 @@ class Setup:
     tls: ssl.SSLContext | None
     bound: socket.socket
     as_json: bool
+    cost: StepCost | None = None
 
 
 async def _serve(setup: Setup) -> int:
@@ -157,13 +185,17 @@ async def _serve(setup: Setup) -> int:
     metrics = ServerMetrics()
     with Progress(enabled=not options["no_progress"]) as progress:
         loading = LoadProgress(progress, len(launch.config.workers))
-        async with open_engine(launch.config, setup.model.tokenizer, handle_signals=True, observers=(metrics,), loading=loading) as engine:
+        async with open_engine(
+            launch.config, setup.model.tokenizer, handle_signals=True, observers=(metrics,), loading=loading, cost=setup.cost
+        ) as engine:
             load_s = trio.current_time() - begin_s
             # The first request with a grammar would otherwise wait for the vocabulary to be read, and all others with it.
             await engine.grammars.warm_up()
             if not options["no_warm_up"]:
                 await warm_up(engine, launch.config.scheduler, lambda done, total: progress.update("warming up", done, total))
             engine.begin_recording()
+            if engine.shadow is not None:
+                engine.shadow.reset()  # the first steps are slower than any later one
             info = server_info(setup, engine, load_s, trio.current_time() - begin_s)
             context = ApiContext(engine, info, config, setup.chat_format, setup.defaults, metrics)
             app = App(context, log_requests=options["log_requests"])

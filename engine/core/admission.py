@@ -27,7 +27,7 @@ def admit(scheduler: Scheduler, builds: list[RankBuild], now_s: float) -> None:
         return max(build.rank.match(sequence).num_blocks for build in builds) * config.cache.block_size
 
     for sequence in waiting.first(config.max_scanned, cached_tokens):
-        if scheduler.may_still_be_computed(sequence):
+        if scheduler.may_still_be_computed(sequence) or not (sequence.started or any(build.may_begin() for build in builds)):
             continue
         if _start_somewhere(scheduler, builds, sequence, reserved, now_s):
             if waiting.admitted(sequence):
@@ -54,7 +54,9 @@ def _start_somewhere(
 ) -> bool:
     # A request that has run stays on its rank: the worker there knows its tokens, its swapped blocks are there.
     candidates = builds if sequence.rank is None else [builds[sequence.rank]]
-    candidates = [build for build in candidates if build.can_start() and build.rank.rank not in reserved]
+    candidates = [
+        build for build in candidates if build.can_start() and (sequence.started or build.may_begin()) and build.rank.rank not in reserved
+    ]
     if len(candidates) > 1:
         candidates = _in_policy_order(scheduler, candidates, sequence)
     return any(_start(scheduler, build, sequence, now_s) for build in candidates)

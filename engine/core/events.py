@@ -151,7 +151,41 @@ class DecodeStretch(msgspec.Struct, frozen=True, tag="stretch"):
             planned_s = committed_s
 
 
-Event = Union[Arrived, Rejected, Admitted, TokensEmitted, Preempted, Resumed, Finished, StepPlanned, StepCommitted]
+class StepPriced(msgspec.Struct, frozen=True, tag="priced"):
+    """What a cost model expects of a planned step, and its 90 % interval; said before the step's result is known."""
+
+    now_s: float
+    step: int
+    predicted_s: float
+    low_s: float
+    high_s: float
+    extrapolated: bool
+
+
+class StepMeasured(msgspec.Struct, frozen=True, tag="measured"):
+    """What a priced step took, commit to commit. ``within`` its interval; None where timing its components has slowed it."""
+
+    now_s: float
+    step: int
+    measured_s: float
+    predicted_s: float
+    within: bool | None
+
+
+class DriftAlarm(msgspec.Struct, frozen=True, tag="drift"):
+    """Steps take another time than predicted, lastingly, or (not ``raised``) do so no longer. ``component`` has moved most, to ``ratio`` of
+    what it was; "step" where no component was timed."""
+
+    now_s: float
+    component: str
+    ratio: float
+    raised: bool
+
+
+Event = Union[
+    Arrived, Rejected, Admitted, TokensEmitted, Preempted, Resumed, Finished, StepPlanned, StepCommitted, StepPriced, StepMeasured,
+    DriftAlarm,
+]  # fmt: skip
 LogEvent = Union[Event, DecodeStretch]
 
 

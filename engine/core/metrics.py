@@ -31,6 +31,7 @@ from engine.core.events import (
     Admitted,
     Arrived,
     DecodeStretch,
+    DriftAlarm,
     Finished,
     FinishReason,
     LogEvent,
@@ -38,7 +39,9 @@ from engine.core.events import (
     Rejected,
     Resumed,
     StepCommitted,
+    StepMeasured,
     StepPlanned,
+    StepPriced,
     TokensEmitted,
 )
 from engine.core.plan import RequestId
@@ -258,7 +261,7 @@ class MetricsLog:
                 self.drafts.add(event)
             case DecodeStretch():
                 self._add_stretch(event)
-            case Resumed() | StepPlanned():
+            case Resumed() | StepPlanned() | StepPriced() | StepMeasured() | DriftAlarm():
                 pass
             case _:
                 assert_never(event)

@@ -23,6 +23,7 @@ from engine.core.prefix_tree import Match
 from engine.core.rank import RankState
 from engine.core.request import Sequence
 from engine.core.scheduler_config import SchedulerConfig
+from engine.core.slo_policy import RankLoad, StepLimits
 from engine.core.states import State, Transition
 
 
@@ -38,6 +39,9 @@ class RankBuild:
         self.events = events
         self.budget = config.cache.max_batched_tokens
         self.chunk = config.chunked_prefill_size or self.budget
+        self.withheld = 0  # tokens of the budget that prompts may not take
+        self.max_running = config.cache.max_running  # requests up to which new ones are begun
+        self.prompts: list[Sequence] = []  # running ones with a chunk to compute
         self.save_tails = rank.saves_tails
         self.items: list[PlanItem] = []
         self.sequences: list[Sequence] = []  # of items, in the same order
@@ -55,12 +59,12 @@ class RankBuild:
 
     # --- running requests --------------------------------------------------------------------------------------------------
 
-    def plan_running(self) -> None:
-        """One token (and drafts) for each that decodes, then prompt chunks with what is left of the budget."""
+    def plan_decodes(self) -> None:
+        """One token (and drafts) for each that decodes; those with prompt left to compute are noted."""
         block_size, running = self.rank.block_size, tuple(self.rank.running)  # a preemption changes the list itself
         save_tails, draft_tokens = self.save_tails, self.config.draft_tokens
         add_item, add_sequence, victims = self.items.append, self.sequences.append, self.victims
-        prompts: list[Sequence] = []
+        prompts = self.prompts
         draft_budget = self._draft_budget(running) if draft_tokens else 0
         spent_drafts = 0
         for sequence in running:
@@ -89,7 +93,21 @@ class RankBuild:
             if save_tails and position % block_size == 0:
                 self.boundaries.append((sequence, position))
         self.budget -= sum(item.num_new_tokens for item in self.items) if draft_tokens else len(self.items)
-        for sequence in prompts:
+
+    def limit(self, limits: StepLimits) -> None:
+        """Before any prompt chunk: what the running requests leave to prompts and new requests."""
+        self.withheld = max(0, self.budget - limits.prompt_tokens)
+        self.budget -= self.withheld
+        self.max_running = limits.max_running
+
+    def load(self) -> RankLoad:
+        """After ``plan_decodes``."""
+        context = sum(item.num_computed_tokens + item.num_new_tokens for item in self.items)
+        return RankLoad(len(self.items), context, self.prompts[0].num_planned if self.prompts else None)
+
+    def plan_prompts(self) -> None:
+        """Chunks of the prompts that have begun, with what is left of the budget."""
+        for sequence in self.prompts:
             if self.budget <= 0:
                 break
             if sequence.state is State.RUNNING:
@@ -206,8 +224,17 @@ class RankBuild:
 
     # --- starts -----------------------------------------------------------------------------------------------------------------
 
+    @property
+    def num_tokens(self) -> int:
+        """Planned so far."""
+        return self.config.cache.max_batched_tokens - self.budget - self.withheld
+
     def can_start(self) -> bool:
         return self.budget > 0 and bool(self.rank.free_slots)
+
+    def may_begin(self) -> bool:
+        """Whether one that has never run may. Others hold a promise: they only wait for what ``can_start`` says."""
+        return len(self.rank.running) < self.max_running
 
     def _blocks_to_start(self, sequence: Sequence) -> int:
         """Blocks for all known tokens; for one that was preempted too often, for all it can ever have, so that it needs no more."""

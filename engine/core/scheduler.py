@@ -17,7 +17,7 @@ from collections import deque
 import msgspec
 
 from engine.core.admission import admit
-from engine.core.errors import CapacityError, InvariantError, RequestError
+from engine.core.errors import CapacityError, ConfigError, InvariantError, RequestError
 from engine.core.events import Admitted, Arrived, Event, Finished, FinishReason, Rejected, StepCommitted, StepPlanned, TokensEmitted
 from engine.core.plan import ItemResult, PlanItem, RankPlan, RankResult, RequestId, StepPlan, StepResult
 from engine.core.policies import ORDER_POLICIES
@@ -26,7 +26,9 @@ from engine.core.rank_build import RankBuild
 from engine.core.request import Request, Sequence
 from engine.core.scheduler_config import SchedulerConfig
 from engine.core.scheduler_state import Stats, check, stats
+from engine.core.slo_policy import SloPolicy
 from engine.core.states import State, Transition
+from engine.core.step_cost import StepCost
 from engine.core.waiting import WaitingQueue
 
 MAX_TOKEN_ID = 2**31 - 1
@@ -45,9 +47,14 @@ class Uncommitted(msgspec.Struct):
 class Scheduler:
     """One replica. Not thread-safe; every call is synchronous and short."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, cost: StepCost | None = None) -> None:
+        """``cost`` prices steps for the policy that keeps ``config.tpot_slo_s``. Raises ConfigError where that is asked for without it."""
         config.validate()
+        if config.tpot_slo_s is not None and cost is None:
+            raise ConfigError(f"tpot_slo_s is {config.tpot_slo_s:g} and there is no cost model to keep it by; needed: a calibration")
         self.config = config
+        self.price_factor = 1.0  # of the cost model's prices; a driver that knows better may set it between plans
+        self._slo = None if config.tpot_slo_s is None or cost is None else SloPolicy(cost, config)
         self.ranks = [RankState(rank, config) for rank in range(config.num_ranks)]
         self.waiting = WaitingQueue(ORDER_POLICIES[config.order_policy], config.max_passes)
         self.sequences: dict[RequestId, Sequence] = {}
@@ -192,9 +199,15 @@ class Scheduler:
         builds = [RankBuild(rank, self.config, now_s, self.build, self.next_step, self.events) for rank in self.ranks]
         gave_back = False
         for build in builds:
-            build.plan_running()
-            gave_back = gave_back or bool(build.victims or build.rank.fork_sources)
+            build.plan_decodes()
             self._queue_victims(build)
+        if self._slo is not None:
+            limits = self._slo.limits([build.load() for build in builds], self.price_factor)
+            for build in builds:
+                build.limit(limits)
+        for build in builds:
+            build.plan_prompts()
+            gave_back = gave_back or bool(build.victims or build.rank.fork_sources)
         for build in builds:
             if build.rank.fork_sources:
                 for child in build.plan_forks():
@@ -213,7 +226,7 @@ class Scheduler:
         plan = StepPlan(self.next_step, tuple(rank_plan for rank_plan, _ in finished))
         self.next_step += 1
         num_items, num_running = sum(len(build.items) for build in builds), sum(len(rank.running) for rank in self.ranks)
-        num_tokens = sum(self.config.cache.max_batched_tokens - build.budget for build in builds)
+        num_tokens = sum(build.num_tokens for build in builds)
         sequences, saves = [build.sequences for build in builds], [saves for _, saves in finished]
         self.uncommitted.append(Uncommitted(plan, num_tokens, sequences, saves, [build.pins for build in builds]))
         self.events.append(StepPlanned(now_s, plan.step, num_items, num_tokens, num_running, self.num_waiting))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from engine.core.cache_config import CacheConfig
@@ -21,6 +23,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     watermark_blocks       blocks an admission leaves free for the growth of running requests; None: 1 % of the pool
     max_preemptions        after so many, a request is started only with all the blocks it can ever need, and is not preempted again
     swap_threshold_tokens  a victim with at least so many computed tokens goes to host memory if there is room; None: never
+    tpot_slo_s             seconds a running request may wait for its next token, by the cost model's prices: bounds prompt chunks and
+                           admissions (``slo_policy``); None: neither
+    min_prompt_tokens      prompt tokens a step may compute under that limit, whatever they cost
     replay_tokens          bounded replay at a prefix hit without a tail; not implemented, so 0 only
     """
 
@@ -40,6 +45,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     watermark_blocks: int | None = None
     max_preemptions: int = 3
     swap_threshold_tokens: int | None = None
+    tpot_slo_s: float | None = None
+    min_prompt_tokens: int = 32
     replay_tokens: int = 0
 
     @property
@@ -68,6 +75,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             ("draft_tokens", self.draft_tokens, 0), ("num_tails", cache.num_tails, 0), ("num_host_blocks", cache.num_host_blocks, 0),
             ("num_host_states", cache.num_host_states, 0), ("watermark_blocks", self.watermark_blocks or 0, 0),
             ("swap_threshold_tokens", 1 if self.swap_threshold_tokens is None else self.swap_threshold_tokens, 1),
+            ("min_prompt_tokens", self.min_prompt_tokens, 1),
             ("chunked_prefill_size", 1 if self.chunked_prefill_size is None else self.chunked_prefill_size, 1),
         )  # fmt: skip
         for name, value, low in at_least:
@@ -76,6 +84,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         if cache.max_batched_tokens < cache.max_running:
             # Every running request must get its token in each step, or the last ones would never move.
             raise ConfigError(f"max_batched_tokens {cache.max_batched_tokens} is less than max_running {cache.max_running}")
+        if self.tpot_slo_s is not None and not 0 < self.tpot_slo_s < math.inf:
+            raise ConfigError(f"tpot_slo_s is {self.tpot_slo_s}; allowed: more than 0 seconds, finite")
         if self.draft_tokens > cache.max_draft_tokens:
             raise ConfigError(f"draft_tokens is {self.draft_tokens}; the cache is built for at most {cache.max_draft_tokens}")
         if self.replay_tokens:

@@ -28,6 +28,7 @@ from engine.api.metrics import ServerMetrics
 from engine.api.routes import ROUTES, Route
 from engine.api.server import base_url, bind, serve_http, tls_context
 from engine.core.sampling import SamplingParams
+from engine.core.step_cost import StepCost
 from engine.tokenizer import Tokenizer
 from tests.actors.harness import MODULE, engine_config, until
 from tests.actors.scripted_worker import Script
@@ -99,12 +100,15 @@ async def open_server(
     info: dict[str, Any] | None = None,
     log_requests: bool = False,
     handle_signals: bool = False,
+    cost: StepCost | None = None,
 ) -> AsyncIterator[Server]:
     """``info`` replaces fields of the ServerInfo; OpenAI's temperature is the default one, as in a real server."""
     config = config or ApiConfig(port=0)
     engine = engine or engine_config(script or script_of("Hello, world! "))
     metrics = ServerMetrics()
-    async with open_engine(engine, tokenizer(), worker_module=MODULE, observers=(metrics,), handle_signals=handle_signals) as gateway:
+    async with open_engine(
+        engine, tokenizer(), worker_module=MODULE, observers=(metrics,), handle_signals=handle_signals, cost=cost
+    ) as gateway:
         facts = server_info(gateway, engine, **({"chat_format": chat_format.name} if chat_format else {}) | (info or {}))
         context = ApiContext(gateway, facts, config, chat_format, defaults or SamplingParams(temperature=1.0), metrics)
         metrics.start(gateway, facts, config.metrics_compat)

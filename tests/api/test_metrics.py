@@ -31,6 +31,8 @@ from engine.core.events import (
     Rejected,
     Resumed,
     StepCommitted,
+    StepMeasured,
+    StepPriced,
     TokensEmitted,
 )
 from engine.core.metrics import MetricsLog
@@ -38,6 +40,8 @@ from engine.core.plan import ItemResult, PlanItem, RankPlan, RankResult, StepPla
 from engine.core.rank_counters import RankCounters
 from engine.core.sampling import SamplingParams
 from engine.core.scheduler_state import RankStats, Stats
+from engine.core.shadow import ShadowState
+from engine.core.step_cost import StepPrice
 from tests.actors.harness import CACHE, MODULE, engine_config
 from tests.actors.scripted_worker import Script
 from tests.api.harness import open_server
@@ -64,8 +68,10 @@ request_prefill_time_seconds_count request_prefill_time_seconds_sum request_prom
 request_queue_time_seconds_count request_queue_time_seconds_sum requests_started_total requests_total
 spec_decode_accepted_tokens_per_position_total spec_decode_draft_tokens_per_position_total spec_decode_num_accepted_tokens_total
 spec_decode_num_draft_tokens_total spec_decode_num_verified_items_total step_component_seconds_total step_forward_seconds_count
-step_forward_seconds_sum step_seconds_count step_seconds_sum steps_total time_per_output_token_seconds_count
-time_per_output_token_seconds_sum time_to_first_token_seconds_count time_to_first_token_seconds_sum
+step_drift_alarm step_drift_ratio step_forward_seconds_sum step_predicted_seconds_count step_predicted_seconds_sum
+step_prediction_correction step_residual_ratio_count step_residual_ratio_sum steps_compared_total step_seconds_count step_seconds_sum
+steps_total time_per_output_token_seconds_count time_per_output_token_seconds_sum time_to_first_token_seconds_count
+time_to_first_token_seconds_sum
 """
 
 # What the reference gives as the shared names.
@@ -83,10 +89,15 @@ COMPAT_NAMES: dict[Compat, str] = {
 }
 
 
+SHADOW = ShadowState(num_compared=20, num_below=1, num_above=3, drift_ratio=1.25, component_ratios={"projection": 0.5}, alarm="projection",
+                     alarm_ratio=0.5, correction=1.5, note="")  # fmt: skip
+
+
 class StubEngine:
     """Gauges by hand: two ranks of ten blocks of four tokens."""
 
     num_rebalances = 0
+    shadow = SimpleNamespace(state=lambda: SHADOW)
 
     def __init__(self) -> None:
         self.broken = False
@@ -204,7 +215,7 @@ def test_nothing_is_kept_of_requests_that_are_over() -> None:
     metrics.events(HAND_LOG)
     assert metrics._running == {}
     assert metrics.preempted == set()
-    assert len(metrics._planned_s) <= 2
+    assert len(metrics._clock._planned_s) <= 2
 
 
 REPORT = RankCounters(((1, 2), (3, 4)), (("dispatch", 100, 2),), engram_hits=5, engram_misses=1, engram_wait_s=0.25)
@@ -443,6 +454,43 @@ def test_values_under_the_names_of_sglang() -> None:
     assert found["sglang:cached_tokens_total", (("cache_source", "device"), ("model_name", "served"))] == 4
 
 
+def test_predictions_are_shown_beside_what_was_measured() -> None:
+    metrics = started()
+    metrics.events([StepPriced(1.0, 0, 0.25, 0.125, 0.5, False), StepMeasured(1.5, 0, 0.5, 0.25, True)])
+    metrics.events([StepPriced(2.0, 1, 0.5, 0.25, 1.0, False), StepMeasured(9.0, 1, 7.0, 0.5, None)])  # slowed by its timers
+    assert value(metrics, "step_predicted_seconds_sum") == 0.75
+    assert value(metrics, "step_residual_ratio_count") == 1
+    assert value(metrics, "step_residual_ratio_sum") == 2.0
+    compared = {name: value(metrics, "steps_compared_total", interval=name) for name in ("below", "within", "above")}
+    assert compared == {"below": 1, "within": 16, "above": 3}
+    assert value(metrics, "step_drift_ratio", component="step") == 1.25
+    assert value(metrics, "step_drift_ratio", component="projection") == 0.5
+    assert value(metrics, "step_drift_alarm", component="projection") == 1
+    assert value(metrics, "step_prediction_correction") == 1.5
+
+
+async def test_server_info_and_health_tell_of_drift() -> None:
+    script = Script(tokens=(7,), components=(), step_s=0.001)
+    async with open_server(script, cost=SwiftCost()) as server:
+        for _ in range(8):
+            await server.client.post("/v1/completions", json={"model": "scripted", "prompt": [5], "max_tokens": 40, "ignore_eos": True})
+        found = (await server.client.get("/server_info")).json()["predictions"]
+        assert found["num_compared"] == found["num_above"] >= 160
+        assert found["coverage"] == 0.0
+        assert found["alarm"] == "step"
+        health = await server.client.get("/health")
+        assert health.status_code == 200  # wrong predictions are no reason to take no requests
+        assert "x what was predicted" in health.json()["drift"]
+
+
+class SwiftCost:
+    """A microsecond, whatever the plan."""
+
+    def price(self, plan: StepPlan) -> StepPrice:
+        assert plan.ranks
+        return StepPrice(1e-6, 0.9e-6, 1.1e-6, {})
+
+
 def test_no_client_can_make_new_series() -> None:
     metrics = filled()
     for number in range(1000):
@@ -521,7 +569,7 @@ def test_the_line_says_what_metrics_says() -> None:
     assert line.kv_used_share == used / capacity
     assert str(line) == (
         "running 4, waiting 5, prompt 0.0 tok/s, gen 0.7 tok/s, KV used 30.0%, prefix hits 25%, preemptions 1, "
-        "2.00 tokens a verification, drafts accepted 50%/50%/0% by position"
+        "2.00 tokens a verification, drafts accepted 50%/50%/0% by position, steps 1.25 x predicted"
     )
 
 

@@ -163,6 +163,9 @@ def test_an_address_in_use(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
         (("--metrics-compat", "other"), "vllm"),
         (("tiny-v41", "--model", "other"), "two models"),
         (("/nowhere/model",), "/nowhere/model"),
+        (("--tpot-slo", "40"), "--tpot-slo needs --calibration"),
+        (("--calibration-correction",), "--calibration-correction needs --calibration"),
+        (("--calibration", "/nowhere.cal"), "/nowhere.cal"),
     ],
 )
 def test_what_cannot_work_is_one_line(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], reason: str) -> None:

@@ -15,6 +15,7 @@ from engine.core.rank import RankState
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.core.scheduler_config import SchedulerConfig
+from engine.core.step_cost import StepCost
 
 Row = tuple[int, int]  # position, content
 VOCAB = 50
@@ -166,9 +167,9 @@ class RankWorker:
 class Replica:
     """A scheduler, its workers and what a client would see."""
 
-    def __init__(self, config: SchedulerConfig, window: int = 6) -> None:
+    def __init__(self, config: SchedulerConfig, window: int = 6, cost: StepCost | None = None) -> None:
         self.config = config
-        self.scheduler = Scheduler(config)
+        self.scheduler = Scheduler(config, cost)
         self.workers = [RankWorker(config, window) for _ in range(config.num_ranks)]
         self.plans: list[StepPlan] = []  # uncommitted
         self.log: list[Event] = []

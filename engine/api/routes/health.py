@@ -18,6 +18,7 @@ class HealthReport(msgspec.Struct, frozen=True):
     state: str
     message: str
     actors: dict[str, float]
+    drift: str = ""  # steps lastingly take another time than predicted: no reason to take no requests
 
 
 def report(context: ApiContext) -> HealthReport:
@@ -27,7 +28,8 @@ def report(context: ApiContext) -> HealthReport:
     limit_s = context.config.health_timeout_s
     silent = [f"{name} has given no sign of life for {age_s:.1f} s" for name, age_s in ages_s.items() if age_s > limit_s]
     message = health.message or "; ".join(silent)
-    return HealthReport(health.ok and not silent, health.state, message, ages_s)
+    shadow = context.engine.shadow
+    return HealthReport(health.ok and not silent, health.state, message, ages_s, shadow.state().text if shadow is not None else "")
 
 
 async def health(context: ApiContext, call: Call) -> None:
@@ -50,6 +52,9 @@ async def server_info(context: ApiContext, call: Call) -> None:
     value: dict[str, Any] = msgspec.to_builtins(context.info)
     value["full_length_requests"] = context.info.full_length_requests
     value["stats"] = msgspec.to_builtins(stats)
+    if context.engine.shadow is not None:
+        state = context.engine.shadow.state()
+        value["predictions"] = {**msgspec.to_builtins(state), "coverage": state.coverage}
     if context.info.draft_tokens:
         value["drafts"] = context.metrics.drafts.summary()
     await call.send_json(value)
