@@ -17,18 +17,21 @@ import msgspec
 import torch
 from torch import Tensor
 
-from calibration.shapes import BLOCK_SIZE, MARGIN, Collectives, Command, Failure, Job, Measure, Measured, Reply, Shape
+from calibration.shapes import BLOCK_SIZE, MARGIN, Collectives, Command, Failure, Gather, Job, Measure, Measured, Reply, Shape
 from engine.core.errors import TwinferError
 from engine.core.layout import parse_layout
 from engine.core.plan import PlanItem, RankPlan, SequenceStart, StepPlan, step_peers
 from engine.core.sampling import SamplingParams
 from engine.core.sharding import RankPlace
+from engine.core.specs import ModelSpec, V41Spec
 from engine.kernels.timing import ComponentTimer
 from engine.model.build import DTYPES
+from engine.model.files import read_model_files
 from engine.model.load import load_model
 from engine.model.runner import Runner
 from engine.parallel.groups import Group, ParallelGroups, Pending, Traffic
 
+_TABLE_BYTES = 256 << 20  # of Engram tables that are gathered from
 _WORK_SIZE = 192  # of the matrix product between two measured collectives: some tenths of a millisecond
 
 
@@ -188,6 +191,23 @@ def measure_collectives(groups: ParallelGroups, command: Collectives) -> Measure
     return Measured(tuple(medians))
 
 
+def measure_gather(spec: ModelSpec, command: Gather) -> Measured:
+    """Seconds of each repeat, over all Engram layers. Tables are of their own size, up to a bound that is far beyond any cache."""
+    engram = spec.engram if isinstance(spec, V41Spec) else None
+    if engram is None:
+        return Measured(())
+    most = _TABLE_BYTES // len(engram.layer_ids) // (4 * engram.head_dim)
+    tables = [torch.ones((min(rows, most), engram.head_dim)) for rows in engram.num_rows]
+    times = []
+    for _ in range(command.repeats):
+        ids = [torch.randint(len(table), (command.num_tokens * engram.num_columns,)) for table in tables]
+        begin_s = time.perf_counter()
+        for table, wanted in zip(tables, ids, strict=True):
+            table.index_select(0, wanted)
+        times.append(time.perf_counter() - begin_s)
+    return Measured(tuple(times))
+
+
 def main() -> int:
     """Load what the first line says, answer "ready", then a reply for every command until the input ends."""
     torch.set_grad_enabled(False)
@@ -215,6 +235,8 @@ def main() -> int:
             if isinstance(command, Measure):
                 assert bench is not None
                 reply(bench.measure(command))
+            elif isinstance(command, Gather):
+                reply(measure_gather(read_model_files(job.model).spec, command))
             else:
                 assert groups is not None
                 reply(measure_collectives(groups, command))

@@ -81,6 +81,13 @@ class Collectives(msgspec.Struct, frozen=True, tag=True):
     repeats: int
 
 
+class Gather(msgspec.Struct, frozen=True, tag=True):
+    """Time gathering the Engram rows of ``num_tokens`` tokens out of tables in host memory, as the engine's side thread does."""
+
+    num_tokens: int
+    repeats: int
+
+
 class Measured(msgspec.Struct, frozen=True, tag=True):
     """Seconds of each plain execution, and of components by the timed ones (a dict for each)."""
 
@@ -93,7 +100,7 @@ class Failure(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-Command = Measure | Collectives
+Command = Measure | Collectives | Gather
 Reply = Measured | Failure
 
 
