@@ -6,7 +6,7 @@ import hashlib
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -16,13 +16,15 @@ from calibration.assemble import EngineRun, HeldOut, Identity, assemble
 from calibration.campaign import (
     COLLECTIVE_SIZES,
     CollectivePoint,
+    GatherPoint,
     Point,
     PointFile,
     Progress,
-    measure_collectives,
     measure_ranks,
+    measure_together,
     rank_cores,
 )
+from calibration.contention import HostMemory, measured_memory, row_bytes
 from calibration.cost_model import ModelFit
 from calibration.probe import Probe, run_probe
 from calibration.shapes import Job, cache_for, shapes
@@ -39,6 +41,7 @@ from engine.core.specs import ModelSpec, V41Spec
 _RANK_SHARE, _STEP_SHARE = 0.5, 0.35
 # Measuring time; starting processes and collectives add some twenty seconds.
 QUICK_S, FULL_S = 66.0, 540.0
+_GATHERED_ELEMENT_BYTES = 4  # of the tables that the measuring process gathers from
 
 
 class StepLoadLike(Protocol):
@@ -106,6 +109,7 @@ class Measurements:
     collectives: list[CollectivePoint]
     runs: list[EngineRun]
     probes: list[Probe]
+    gathers: list[GatherPoint] = field(default_factory=list)
 
 
 def spec_hash(spec: ModelSpec) -> str:
@@ -186,9 +190,9 @@ def measure(
             for rank in range(layout.num_gpus)
         ]
         measure_ranks(jobs, target.name, wanted, budget_s * _RANK_SHARE / len(ranks), kept, probes, progress)
-    collectives = []
+    collectives, gathers = list[CollectivePoint](), list[GatherPoint]()
     if num_cores >= 2:
-        collectives = measure_collectives(target.name, 2, COLLECTIVE_SIZES, max(15, min(100, int(budget_s / 3))))
+        collectives, gathers = measure_together(target.name, 2, COLLECTIVE_SIZES, max(15, min(100, int(budget_s / 3))))
     runs: list[EngineRun] = []
     if run_steps is not None:
         share_s = budget_s * _STEP_SHARE / len(whole)
@@ -202,7 +206,7 @@ def measure(
             runs += [_engine_run(target, layout, num_cores, run) for run in found]
             progress(f"{target.name} {layout} whole steps", int(time.monotonic() - begin_s), int(share_s))
             probes.append(run_probe())
-    return Measurements(list(kept.points.values()), collectives, runs, probes)
+    return Measurements(list(kept.points.values()), collectives, runs, probes, gathers=gathers)
 
 
 def _engine_run(target: Target, layout: Layout, num_cores: int, run: StepRunLike) -> EngineRun:
@@ -228,7 +232,16 @@ def fit(target: Target, measured: Measurements) -> tuple[ModelFit, list[HeldOut]
     )
     mine = [point for point in measured.points if point.model == target.name]
     runs = [run for run in measured.runs if run.model == target.name]
-    return assemble(identity, target.spec, mine, measured.collectives, runs)
+    found, held_out = assemble(identity, target.spec, mine, measured.collectives, runs)
+    return msgspec.structs.replace(found, host_memory=_host_memory(target.spec, measured.gathers)), held_out
+
+
+def _host_memory(spec: ModelSpec, gathers: Sequence[GatherPoint]) -> HostMemory | None:
+    """None for a model without tables in it, or where nothing was gathered."""
+    if not isinstance(spec, V41Spec) or not gathers:
+        return None
+    each_bytes = row_bytes(spec, _GATHERED_ELEMENT_BYTES)
+    return measured_memory({point.num_ranks: point.num_tokens * each_bytes / point.seconds for point in gathers})
 
 
 def silent(_phase: str, _done: int, _total: int) -> None:

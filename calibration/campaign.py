@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from calibration.probe import Probe, run_probe
-from calibration.shapes import Collectives, Command, Failure, Job, Measure, Measured, Reply, Shape
+from calibration.shapes import Collectives, Command, Failure, Gather, Job, Measure, Measured, Reply, Shape
 from engine.core.cache_config import CacheConfig
 from engine.core.errors import ConfigError, WorkerError
 from engine.core.layout import parse_layout
@@ -30,6 +30,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 STEADY = 0.015  # relative standard error of a median below which a shape is not measured again
 _MAX_SAMPLES = 60
 _MANY_TOKENS = 64  # from here on a step's time goes by its tokens
+_GATHERED_TOKENS, _GATHERS = 512, 15
 _EXIT_TIMEOUT_S = 10.0
 COLLECTIVE_SIZES = (8, 256, 1024, 4096, 16384, 65536, 262144, 1 << 20, 4 << 20)
 _NO_CACHE = CacheConfig(num_blocks=1, block_size=1, max_running=1, max_batched_tokens=1, context_length=2)
@@ -55,6 +56,14 @@ class Point(msgspec.Struct, frozen=True):
 class CollectivePoint(msgspec.Struct, frozen=True):
     num_ranks: int
     bytes_sent: int
+    seconds: float
+
+
+class GatherPoint(msgspec.Struct, frozen=True):
+    """Engram rows of ``num_tokens`` tokens, out of host memory, by each of ``num_ranks`` processes at once."""
+
+    num_ranks: int
+    num_tokens: int
     seconds: float
 
 
@@ -87,11 +96,12 @@ class Measurers:
         for process in self._processes:
             self._read(process)
 
-    def ask(self, command: Command) -> list[Measured]:
-        """Raises WorkerError where a process fails."""
-        for process in self._processes:
+    def ask(self, command: Command, count: int | None = None) -> list[Measured]:
+        """Of the first ``count`` processes, or all. Raises WorkerError where a process fails."""
+        asked = self._processes[:count]
+        for process in asked:
             self._write(process, command)
-        return [self._read(process) for process in self._processes]
+        return [self._read(process) for process in asked]
 
     def _write(self, process: subprocess.Popen[bytes], message: msgspec.Struct) -> None:
         assert process.stdin is not None
@@ -267,8 +277,9 @@ def _is_steady(point: Point) -> bool:
     return count >= _MAX_SAMPLES or (count >= 16 and error < STEADY)
 
 
-def measure_collectives(model: str, num_ranks: int, sizes: Sequence[int], repeats: int) -> list[CollectivePoint]:
-    """All-to-all among ``num_ranks`` processes pinned as ranks, by size sent to each peer; the slowest process counts."""
+def measure_together(model: str, num_ranks: int, sizes: Sequence[int], repeats: int) -> tuple[list[CollectivePoint], list[GatherPoint]]:
+    """All-to-all among ``num_ranks`` processes pinned as ranks, by size sent to each peer, and gathers out of the memory they share, by
+    one of them and by all at once; the slowest process counts."""
     with tempfile.TemporaryDirectory(prefix="twinfer-") as folder:
         cores = rank_cores(num_ranks)
         jobs = [
@@ -288,7 +299,15 @@ def measure_collectives(model: str, num_ranks: int, sizes: Sequence[int], repeat
         ]
         with measurers(jobs) as processes:
             replies = processes.ask(Collectives(tuple(sizes), repeats))
-    return [
+            gather = Gather(_GATHERED_TOKENS, _GATHERS)
+            gathered = {count: processes.ask(gather, count) for count in (1, num_ranks)}
+    collectives = [
         CollectivePoint(num_ranks, size * (num_ranks - 1), max(reply.forward_s[index] for reply in replies))
         for index, size in enumerate(sizes)
     ]
+    gathers = [
+        GatherPoint(count, _GATHERED_TOKENS, max(float(np.median(reply.forward_s)) for reply in replies))
+        for count, replies in gathered.items()
+        if all(reply.forward_s for reply in replies)
+    ]
+    return collectives, gathers

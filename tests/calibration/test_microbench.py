@@ -8,21 +8,23 @@ import msgspec
 import numpy as np
 import pytest
 
+from calibration import calibrate
 from calibration.assemble import EngineRun
-from calibration.calibrate import candidate_layouts, whole_loads
-from calibration.campaign import Point, PointFile, measure_ranks, measurers, rank_cores
+from calibration.calibrate import Measurements, Target, candidate_layouts, spec_hash, whole_loads
+from calibration.campaign import GatherPoint, Point, PointFile, measure_ranks, measure_together, measurers, rank_cores
+from calibration.contention import measured_memory, row_bytes
 from calibration.features import table_of_plans
 from calibration.floors import terms
-from calibration.microbench import Bench
+from calibration.microbench import Bench, measure_gather
 from calibration.probe import Probe
-from calibration.shapes import Job, Measure, Shape, cache_for
+from calibration.shapes import Gather, Job, Measure, Shape, cache_for
 from engine.cli.step_bench import StepLoad
 from engine.cli.step_runs import run_steps
 from engine.core.errors import WorkerError
 from engine.core.features import features
 from engine.core.layout import parse_layout
 from engine.core.sharding import RankPlace
-from engine.core.specs import COMPONENTS, ModelSpec
+from engine.core.specs import COMPONENTS, ModelSpec, V41Spec
 from engine.model.files import read_model_files
 from tests.calibration import synthetic
 
@@ -98,6 +100,28 @@ def test_a_measuring_process_that_fails_is_an_error() -> None:
     job = msgspec.structs.replace(job_of(synthetic.tiny(), "tp1dp1ep1"), model="/nowhere")
     with pytest.raises(WorkerError, match="/nowhere"), measurers([job]):
         pass
+
+
+def test_gathers_are_timed_alone_and_together() -> None:
+    collectives, gathers = measure_together("tiny-v41", 2, (8, 4096), repeats=3)
+    assert [(point.num_ranks, point.bytes_sent) for point in collectives] == [(2, 8), (2, 4096)]
+    assert [point.num_ranks for point in gathers] == [1, 2]
+    assert min(point.seconds for point in collectives) > 0
+    assert min(point.seconds for point in gathers) > 0
+
+
+def test_gathered_rows_make_the_memory_of_a_fit() -> None:
+    spec = synthetic.tiny()
+    identity = Target("tiny-v41", spec, spec_hash(spec), "float32", "random")
+    gathers = [GatherPoint(1, 512, 0.001), GatherPoint(2, 512, 0.0016)]
+    fit, _ = calibrate.fit(identity, Measurements(*synthetic.measurements(spec), [], gathers=gathers))
+    assert isinstance(spec, V41Spec)
+    assert fit.host_memory == measured_memory({1: 512e3 * row_bytes(spec, 4), 2: 320e3 * row_bytes(spec, 4)})
+    assert calibrate.fit(identity, Measurements(*synthetic.measurements(spec), []))[0].host_memory is None
+
+
+def test_a_model_without_tables_gathers_nothing() -> None:
+    assert measure_gather(read_model_files("qwen3-moe-100m").spec, Gather(4, 2)).forward_s == ()
 
 
 def test_whole_steps_come_with_their_plans() -> None:
