@@ -72,3 +72,10 @@ def test_a_mix_is_the_same_every_time(tmp_path: Path) -> None:
     workload = mix(tmp_path, STEADY, BURSTY, requests=60, cancel_share=0.5)
     assert digest(workload.arrivals()) == digest(workload.arrivals())
     assert digest(workload.arrivals()) != digest(mix(tmp_path, STEADY, BURSTY, requests=60, cancel_share=0.5, seed=1).arrivals())
+
+
+def test_clients_do_not_begin_together(tmp_path: Path) -> None:
+    times = [request.arrival_s for request in mix(tmp_path, *[{**STEADY, "rate": 0.1}] * 50, requests=400).arrivals()]
+    assert times[0] > 0
+    gaps = [later - earlier for earlier, later in itertools.pairwise([0.0, *times])]
+    assert stats.kstest(gaps, stats.expon(scale=1 / 5).cdf).pvalue > 1e-3  # Poisson processes together are one

@@ -43,9 +43,10 @@ def traces(draw: st.DrawFn) -> list[dict[str, Any]]:
     source = random.Random(draw(st.integers(0, 2**32)))
     paths: list[list[int]] = [[]]
     rows = []
+    new_ids = itertools.count()
     for index in range(draw(st.integers(2, 8))):
         shared = source.choice(paths)
-        ids = shared[: source.randint(0, len(shared))] + [1000 * index + block for block in range(source.randint(0, 2))]
+        ids = shared[: source.randint(0, len(shared))] + list(itertools.islice(new_ids, source.randint(0, 2)))
         paths.append(ids)
         tokens = 512 * len(ids) - source.randint(0, 511) if ids else source.randint(1, 600)
         if ids and source.random() < 0.3:
