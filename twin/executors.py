@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -37,12 +38,16 @@ def _in_processes(questions: Sequence[bytes], jobs: int) -> Iterator[bytes]:
     """A process for each question, ``jobs`` at a time: it begins empty, gives all its memory back, and takes nothing else down with it."""
     running: set[subprocess.Popen[bytes]] = set()
     stopped = False
+    starting = threading.Lock()  # whoever ends them all must know of each that was started
 
     def ask(question: bytes) -> bytes:
-        if stopped:
-            raise StoppedError(_EXIT_INTERRUPTED)
-        process = subprocess.Popen([sys.executable, "-m", "twin.point"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environment())
-        running.add(process)
+        with starting:
+            if stopped:
+                raise StoppedError(_EXIT_INTERRUPTED)
+            process = subprocess.Popen(
+                [sys.executable, "-m", "twin.point"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environment()
+            )
+            running.add(process)
         out, _ = process.communicate(question)
         running.discard(process)
         if process.returncode:
@@ -55,11 +60,12 @@ def _in_processes(questions: Sequence[bytes], jobs: int) -> Iterator[bytes]:
             for future in futures:
                 yield future.result()
         finally:
-            stopped = True
+            with starting:
+                stopped = True
+                for process in tuple(running):
+                    process.kill()
             for future in futures:
                 future.cancel()
-            for process in tuple(running):
-                process.kill()
 
 
 def _environment() -> dict[str, str]:
