@@ -189,7 +189,8 @@ def _scheduler(options: Resolved, spec: ModelSpec, place: RankPlace, dtype: str)
                 f"layout {place.layout}: weights {memory.weight_bytes} B and KV {memory.cache_bytes} B of a rank exceed {memory_bytes} B "
                 "(--memory-gib); lower --max-total-tokens or --max-running-requests"
             )
-    return scheduler_config(options, spec, cache, place.layout.dp)
+    config = scheduler_config(options, spec, cache, place.layout.dp)
+    return config if options["tpot_slo"] is None else msgspec.structs.replace(config, tpot_slo_s=options["tpot_slo"] / 1e3)
 
 
 def acceptance(options: Resolved) -> tuple[float, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from engine.config import ENGINE_OPTIONS
+from engine.config import ENGINE_OPTIONS, SERVE_OPTIONS
 from engine.core.errors import ConfigError
 from engine.core.layout import Deployment, parse_layout
 from engine.core.metrics import Slo
@@ -29,7 +29,7 @@ _ENGINE_KEYS = (
     *("layout", "rank_policy", "dtype", "block_size", "max_total_tokens", "mem_fraction_static", "context_length"),
     *("max_running_requests", "max_waiting_requests", "max_num_batched_tokens", "chunked_prefill_size", "draft_tokens"),
     *("disable_radix_cache", "order_policy", "eviction_policy", "num_window_tails", "swap_space_tokens", "swap_threshold_tokens"),
-    *("engram", "redundant_experts", "draft_redundant_experts", "expert_rebalancing"),
+    *("engram", "redundant_experts", "draft_redundant_experts", "expert_rebalancing", "tpot_slo"),
 )
 
 COST_OPTIONS: tuple[Option, ...] = (
@@ -71,7 +71,7 @@ def _with_help(option: Option) -> Option:
     return dataclasses.replace(option, kind=str, help=_LISTS[option.name])
 
 
-ENGINE_PART = tuple(_with_help(option) for option in ENGINE_OPTIONS if option.key in _ENGINE_KEYS)
+ENGINE_PART = tuple(_with_help(option) for option in (*ENGINE_OPTIONS, *SERVE_OPTIONS) if option.key in _ENGINE_KEYS)
 WORKLOAD_PART = tuple(_with_help(option) for option in WORKLOAD_OPTIONS)
 SIMULATE_OPTIONS = (*COST_OPTIONS, *WORKLOAD_PART, *ENGINE_PART, *TWIN_OPTIONS)
 

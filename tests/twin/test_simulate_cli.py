@@ -142,6 +142,14 @@ def test_uneven_experts_cost_more(capsys: pytest.CaptureFixture[str], calibratio
     assert uneven["components"]["expert_gemm"]["seconds"] > even["components"]["expert_gemm"]["seconds"]
 
 
+def test_the_policy_that_keeps_a_tpot_is_simulated_too(capsys: pytest.CaptureFixture[str], calibration: str) -> None:
+    """Long prompts between decoding requests: their chunks are what others wait for."""
+    base = ("--calibration", calibration, "--no-probe", "--requests", "24", "--isl", "800", "--osl", "30", "--request-rate", "2")
+    free, kept = run_json(capsys, *base), run_json(capsys, *base, "--tpot-slo", "100")
+    assert kept["itl_s"]["p99"] < 0.11 < free["itl_s"]["p99"]
+    assert kept["finished"] == free["finished"]
+
+
 def test_memory_bounds_what_runs_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     base = (*GIVEN, "--requests", "40", "--isl", "100", "--osl", "60", "--request-rate", "inf", "--block-size", "16")
     roomy, tight = run_json(capsys, *base), run_json(capsys, *base, "--max-total-tokens", "640")
