@@ -8,7 +8,6 @@ Engram's rows travel beside the layers before the first that needs them: only wh
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -383,7 +382,10 @@ def cores_of(layout: Layout, num_cores: int) -> tuple[int, int]:
 
 def added(parts: Iterable[Array]) -> Array:
     """One after the other: the sum of a step does not depend on how many steps are priced with it, as numpy's own sums do."""
-    return functools.reduce(np.add, parts)
+    total: Array = np.zeros(())
+    for part in parts:
+        total = total + part
+    return total
 
 
 def evaluate(work: Sequence[Term], fit: ComponentFit) -> Array:

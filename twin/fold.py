@@ -22,6 +22,7 @@ MAX_EXACT_VALUES = 1 << 23  # 64 MB of one quantity
 _LOWEST_S, _HIGHEST_S, _RATIO = 1e-7, 1e7, 1.01
 _NUM_BINS = math.ceil(math.log(_HIGHEST_S / _LOWEST_S) / math.log(_RATIO)) + 2
 _PER_LOG = 1.0 / math.log(_RATIO)
+_BINNED_AT_ONCE = 1 << 13
 
 
 class Values:
@@ -30,6 +31,7 @@ class Values:
     def __init__(self, max_exact: int = MAX_EXACT_VALUES) -> None:
         self._max_exact = max_exact
         self._values: array[float] | None = array("d") if max_exact else None
+        self._unbinned = array("d")
         self._bins = np.zeros(0, dtype=np.int64)
         self._count, self._sum, self._highest = 0, 0.0, 0.0
 
@@ -39,22 +41,26 @@ class Values:
 
     def extend(self, values: Sequence[float]) -> None:
         if self._values is None:
-            self._bin(values)
+            self._unbinned.extend(values)
+            if len(self._unbinned) >= _BINNED_AT_ONCE:
+                self._bin()
             return
         self._values.extend(values)
         if len(self._values) > self._max_exact:
-            kept, self._values = self._values, None
-            self._bin(kept)
+            self._unbinned, self._values = self._values, None
+            self._bin()
 
-    def _bin(self, values: Sequence[float]) -> None:
-        if not len(values):
+    def _bin(self) -> None:
+        """Into the bins with what has come; every reader of these begins with it."""
+        values, self._unbinned = self._unbinned, array("d")
+        if not values:
             return
         if not len(self._bins):
             self._bins = np.zeros(_NUM_BINS, dtype=np.int64)
-        numbers = np.asarray(values, dtype=np.float64)
+        numbers = np.frombuffer(values, dtype=np.float64)
         places = np.log(np.maximum(numbers, _LOWEST_S) * (1.0 / _LOWEST_S)) * _PER_LOG + 1.0
         indices = np.where(numbers < _LOWEST_S, 0, np.clip(places, 1, _NUM_BINS - 1)).astype(np.int64)
-        np.add.at(self._bins, indices, 1)
+        self._bins += np.bincount(indices, minlength=_NUM_BINS)
         self._count += len(numbers)
         self._sum += float(numbers.sum())
         self._highest = max(self._highest, float(numbers.max()))
@@ -67,6 +73,7 @@ class Values:
             ordered = np.sort(np.frombuffer(self._values, dtype=np.float64)).tolist()
             p50, p90, p99 = (percentile(ordered, share) for share in (0.5, 0.9, 0.99))
             return Distribution(len(ordered), math.fsum(ordered) / len(ordered), p50, p90, p99, ordered[-1])
+        self._bin()
         if self._count == 0:
             return Distribution(0, None, None, None, None, None)
         ends = np.cumsum(self._bins)
@@ -79,6 +86,7 @@ class Values:
         if self._values is not None:
             found: list[float] = np.quantile(np.frombuffer(self._values, dtype=np.float64), shares).tolist() if self._values else []
             return found
+        self._bin()
         ends = np.cumsum(self._bins)
         return [self._binned(ends, share) for share in shares.tolist()] if self._count else []
 
@@ -124,7 +132,13 @@ class MetricsFold:
         live, ended = self.live, list[Finished]()
         for event in events:
             if type(event) is TokensEmitted:
-                live[event.request].emitted(event.now_s, len(event.tokens))
+                request, now_s = live[event.request], event.now_s
+                if len(event.tokens) == 1 and request.last_token_s is not None:  # as emitted() has it
+                    request.gaps_s.append(now_s - request.last_token_s)
+                    request.last_token_s = now_s
+                    request.num_output_tokens += 1
+                else:
+                    request.emitted(now_s, len(event.tokens))
             elif type(event) is Finished:
                 self._end(event)
                 ended.append(event)

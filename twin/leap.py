@@ -53,7 +53,7 @@ def find_leap(
     core: Scheduler, outcomes: Foreknown, cost: StretchCost, begin_s: float, first_end_s: float, *, keeps_cache: bool
 ) -> Leap | None:
     """From ``begin_s``, when the next plan would be made; the step under way ends at ``first_end_s``. None where it is not worth it."""
-    stretch = find_stretch(core, outcomes.answer_of, MAX_STEPS, keeps_cache=keeps_cache)
-    if stretch is None or stretch.num_steps < MIN_STEPS:
+    stretch = find_stretch(core, outcomes.answer_of, MAX_STEPS, min_steps=MIN_STEPS, keeps_cache=keeps_cache)
+    if stretch is None:
         return None
     return Leap(stretch, cost.price_stretch(stretch.contexts, stretch.num_steps, stretch.saved_tails), begin_s, first_end_s)

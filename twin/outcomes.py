@@ -12,9 +12,8 @@ from typing import Protocol
 from engine.core.acceptance import draw_accepted
 from engine.core.errors import InvariantError
 from engine.core.plan import ItemResult, PlanItem, RankResult, RequestId, StepPlan, StepResult
-from engine.core.request import Sequence
+from engine.core.request import MAX_TOKEN_ID, Sequence
 from engine.core.sampling import SamplingParams
-from engine.core.scheduler import MAX_TOKEN_ID
 from engine.core.stretch import Answer
 from twin.workload.types import SimRequest
 

@@ -257,7 +257,7 @@ class SchedulerActor:
                 if record.data_rank is None:
                     record.data_rank = rank
                     request = record.request
-                    workers.queue(rank, Register(start.request, request.prompt, request.params, record.seed))
+                    workers.queue(rank, Register(start.request, tuple(request.prompt), request.params, record.seed))
         self._cache.begin(plan)
         for observer in self._observers:
             observer.planned(plan, now_s)

@@ -70,7 +70,7 @@ def _in_policy_order(scheduler: Scheduler, builds: list[RankBuild], sequence: Se
         rank = build.rank
         cached = rank.match(sequence).num_blocks * block_size if policy is rank_prefix_aware else 0
         turn = (rank.rank - scheduler.last_rank - 1) % num_ranks
-        return policy(RankView(rank.rank, rank.num_held_tokens, cached, turn))
+        return policy(RankView(rank.rank, build.held_tokens, cached, turn))
 
     return sorted(builds, key=key)
 

@@ -329,7 +329,7 @@ def is_good(request: RequestMetrics, slo: Slo) -> bool:
     pairs = (
         (request.ttft_s, slo.ttft_s),
         (request.tpot_s, slo.tpot_s),
-        (request.itl_s_max, slo.itl_s_max),
+        (None if slo.itl_s_max is None else request.itl_s_max, slo.itl_s_max),
         (request.e2e_s, slo.e2e_s),
     )
     return all(value is None or limit is None or value <= limit for value, limit in pairs)

@@ -56,6 +56,7 @@ class RankBuild:
         self.unforked: list[Sequence] = []
         self.swapped_in: list[Sequence] = []
         self.spent: list[Sequence] = []  # finished fork sources
+        self._held_tokens: int | None = None
 
     # --- running requests --------------------------------------------------------------------------------------------------
 
@@ -229,6 +230,18 @@ class RankBuild:
         """Planned so far."""
         return self.config.cache.max_batched_tokens - self.budget - self.withheld
 
+    @property
+    def held_tokens(self) -> int:
+        """``rank.num_held_tokens``, for admissions: it is counted anew after each start here, not for every request that asks."""
+        if self._held_tokens is None:
+            self._held_tokens = self.rank.num_held_tokens
+        return self._held_tokens
+
+    @property
+    def only_decodes(self) -> bool:
+        """Every item is one token of a request whose prompt is computed."""
+        return not (self.config.draft_tokens or self.prompts or self.starts)
+
     def can_start(self) -> bool:
         return self.budget > 0 and bool(self.rank.free_slots)
 
@@ -284,6 +297,7 @@ class RankBuild:
         # Everything known now is computed in chunks and without drafts: the worker has drafts only after a step that emitted here.
         sequence.target = len(sequence.tokens)
         self.rank.running.append(sequence)
+        self._held_tokens = None
 
     # --- forks ------------------------------------------------------------------------------------------------------------------
 

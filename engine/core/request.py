@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
+from collections.abc import Sequence as Seq
 
 import msgspec
 
@@ -20,7 +22,7 @@ class Request(msgspec.Struct, frozen=True):
     """
 
     id: RequestId
-    prompt: tuple[int, ...]
+    prompt: Seq[int]
     params: SamplingParams = SamplingParams()
     priority: int = 0
     sample_ids: tuple[RequestId, ...] = ()
@@ -32,6 +34,17 @@ class Request(msgspec.Struct, frozen=True):
         """A tagged tuple, so that a salt "x" is not an adapter "x"."""
         tagged = (("salt", self.cache_salt), ("adapter", self.adapter))
         return tuple((tag, value) for tag, value in tagged if value is not None)
+
+
+MAX_TOKEN_ID = 2**31 - 1
+_SIGN_BYTE = 3 if sys.byteorder == "little" else 0  # of four
+
+
+def are_token_ids(prompt: Seq[int]) -> bool:
+    """All from 0 to MAX_TOKEN_ID; ``prompt`` has one at least."""
+    if isinstance(prompt, array) and prompt.typecode == "i":
+        return prompt.tobytes()[_SIGN_BYTE::4].isascii()  # no sign is set
+    return min(prompt) >= 0 and max(prompt) <= MAX_TOKEN_ID
 
 
 class Sequence:

@@ -23,7 +23,7 @@ from engine.core.plan import ItemResult, PlanItem, RankPlan, RankResult, Request
 from engine.core.policies import ORDER_POLICIES
 from engine.core.rank import RankState
 from engine.core.rank_build import RankBuild
-from engine.core.request import Request, Sequence
+from engine.core.request import MAX_TOKEN_ID, Request, Sequence, are_token_ids
 from engine.core.scheduler_config import SchedulerConfig
 from engine.core.scheduler_state import Stats, check, stats
 from engine.core.slo_policy import SloPolicy
@@ -31,17 +31,17 @@ from engine.core.states import State, Transition
 from engine.core.step_cost import StepCost
 from engine.core.waiting import WaitingQueue
 
-MAX_TOKEN_ID = 2**31 - 1
-
 
 class Uncommitted(msgspec.Struct):
-    """A plan that was handed out, and whom its items, tail saves and pinned tails belong to."""
+    """A plan that was handed out, and whom its items, tail saves and pinned tails belong to. ``decodes``: of each rank, whether its items
+    are one token each of requests that decode."""
 
     plan: StepPlan
     num_tokens: int
     sequences: list[list[Sequence]]
     tail_saves: list[list[tuple[Sequence, int, int]]]
     pins: list[list[int]]
+    decodes: list[bool]
 
 
 class Scheduler:
@@ -107,7 +107,7 @@ class Scheduler:
                 raise RequestError(f"request id {sample} is in use", param="id", code="duplicate_id")
         if not request.prompt:
             raise RequestError("the prompt has no tokens", param="prompt")
-        if min(request.prompt) < 0 or max(request.prompt) > MAX_TOKEN_ID:
+        if not are_token_ids(request.prompt):
             raise RequestError(f"prompt tokens must be from 0 to {MAX_TOKEN_ID}", param="prompt")
         if request.params.max_tokens < 1:
             raise RequestError(f"max_tokens is {request.params.max_tokens}; allowed: 1 or more", param="max_tokens")
@@ -228,7 +228,9 @@ class Scheduler:
         num_items, num_running = sum(len(build.items) for build in builds), sum(len(rank.running) for rank in self.ranks)
         num_tokens = sum(build.num_tokens for build in builds)
         sequences, saves = [build.sequences for build in builds], [saves for _, saves in finished]
-        self.uncommitted.append(Uncommitted(plan, num_tokens, sequences, saves, [build.pins for build in builds]))
+        self.uncommitted.append(
+            Uncommitted(plan, num_tokens, sequences, saves, [build.pins for build in builds], [build.only_decodes for build in builds])
+        )
         self.events.append(StepPlanned(now_s, plan.step, num_items, num_tokens, num_running, self.num_waiting))
         return plan, gave_back
 
@@ -255,8 +257,9 @@ class Scheduler:
             raise InvariantError(f"the result of step {result.step} ({len(result.ranks)} ranks) is not of step {plan.step}")
         record = self.uncommitted.popleft()
         before = self.num_output_tokens
-        for rank_plan, rank_result, sequences in zip(plan.ranks, result.ranks, record.sequences, strict=True):
-            self._commit_rank(rank_plan, rank_result, sequences, now_s)
+        for rank_plan, rank_result, sequences, decodes in zip(plan.ranks, result.ranks, record.sequences, record.decodes, strict=True):
+            if not (decodes and self._commit_decodes(rank_result.items, sequences, now_s)):
+                self._commit_rank(rank_plan, rank_result, sequences, now_s)
         self._settle_tails(record, attach=True)
         verified, drafts, accepted = self._verifications(plan, result) if self.config.draft_tokens else (0, (), ())
         self.events.append(
@@ -329,6 +332,25 @@ class Scheduler:
             self._commit_item(sequence, item, outcome, now_s)
         if next_result != len(results):
             raise InvariantError(f"the result has {len(results)} items for {next_result} that emit")
+
+    def _commit_decodes(self, results: tuple[ItemResult, ...], sequences: list[Sequence], now_s: float) -> bool:
+        """What ``_commit_rank`` does with one token for each of ``sequences``; false, and nothing done, where the results are others."""
+        running = State.RUNNING
+        if len(results) != len(sequences):
+            return False
+        for outcome, sequence in zip(results, sequences, strict=True):
+            if sequence.state is not running or outcome.request != sequence.id or len(outcome.tokens) != 1:
+                return False
+        emit = self.events.append
+        for outcome, sequence in zip(results, sequences, strict=True):
+            new, tokens = outcome.tokens, sequence.tokens
+            tokens.extend(new)
+            sequence.num_computed += 1
+            emit(TokensEmitted(now_s, outcome.request, new, outcome.logprobs))
+            if len(tokens) >= sequence.limit or new[0] in sequence.stop_ids:
+                self._finish_if_done(sequence, now_s)
+        self.num_output_tokens += len(results)
+        return True
 
     def _commit_item(self, sequence: Sequence, item: PlanItem, outcome: ItemResult | None, now_s: float) -> None:
         """Prompt chunks, drafts, and what was preempted while it ran (its tokens count, what it computed is gone)."""

@@ -118,6 +118,7 @@ class Stretch:
                     [list(rank.running) for rank in scheduler.ranks],
                     [saves for _, saves in plans],
                     [[] for _ in scheduler.ranks],
+                    [True] * len(plans),
                 )
             )
         requests = tuple(sequence.id for rank in scheduler.ranks for sequence in rank.running)
@@ -127,9 +128,9 @@ class Stretch:
 
 
 def find_stretch(
-    scheduler: Scheduler, answer_of: Callable[[Sequence], Answer], max_steps: int, *, keeps_cache: bool = False
+    scheduler: Scheduler, answer_of: Callable[[Sequence], Answer], max_steps: int, *, min_steps: int = 1, keeps_cache: bool = False
 ) -> Stretch | None:
-    """The longest stretch from here, at most ``max_steps`` rounds; None where the very next step may differ from plain decode.
+    """The longest stretch from here, at most ``max_steps`` rounds; None where fewer than ``min_steps`` are known to be plain decode.
 
     To be asked when the driver would plan. ``keeps_cache``: only as long as no cached prefix comes or goes, for a driver that looks at
     prefixes in between. O(running requests).
@@ -143,6 +144,8 @@ def find_stretch(
     for rank in scheduler.ranks:
         if rank.fork_sources or (record is not None and record.sequences[rank.rank] != rank.running):
             return None
+        if rank.running and rank.running[-1].num_computed < rank.running[-1].target:
+            return None  # the usual reason, seen at once
         if keeps_cache and record is not None and record.tail_saves[rank.rank]:
             return None
         tokens: list[int] = []
@@ -154,7 +157,7 @@ def find_stretch(
                 return None
             # The token that ends it, for the driver or by length, is left to ``commit``, and so is a plan that leaves it out.
             num_steps = min(num_steps, num_left - 1, sequence.limit - known - max(1, depth))
-            if num_steps < 1:
+            if num_steps < min_steps:
                 return None
             tokens.append(token)
         ranks.append(RankStretch(tokens, [], []))
@@ -162,7 +165,7 @@ def find_stretch(
         return None
     for rank, stretch in zip(scheduler.ranks, ranks, strict=True):
         num_steps = _plan_blocks(rank, stretch, num_steps, keeps_cache)
-    return Stretch(scheduler, ranks, num_steps) if num_steps > 0 else None
+    return Stretch(scheduler, ranks, num_steps) if num_steps >= min_steps else None
 
 
 def _admits_nobody(scheduler: Scheduler) -> bool:

@@ -214,12 +214,12 @@ def compare(config: SchedulerConfig, arrivals: list[Arrival], depth: int) -> Dri
 def test_same_as_stepping(kind: str, depth: int) -> None:
     """And the runs reach what matters: long stretches, growth, eviction, tails, queues."""
     rounds = steps = waited = 0
-    for seed in range(24):
+    for seed in range(16):
         fast = compare(*random_case(seed, kind), depth)
         rounds += sum(count for _, count in fast.stretches)
         steps += fast.scheduler.next_step
         waited += fast.num_waited
-    assert rounds > 0.12 * steps
+    assert rounds > 0.08 * steps
     assert waited > 3
 
 
