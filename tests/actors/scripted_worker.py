@@ -41,8 +41,7 @@ class Script(msgspec.Struct, frozen=True):
     rebalanced_file: str = ""  # one line for each command to move experts
     error_token: int | None = None  # requests with this prompt token fail at their first token
     prepared_file: str = ""  # grammars announced, one a line
-    components: tuple[tuple[str, float], ...] = (("other", 0.25),)  # seconds reported of each step
-    timed_components: tuple[tuple[str, float], ...] = ()  # of a step that is to be timed
+    accepted: tuple[int, ...] = (0,)  # drafts, in turn by position
 
 
 class ScriptedRunner:
@@ -96,8 +95,9 @@ class ScriptedRunner:
             elif item.emits:
                 position = item.num_computed_tokens + item.num_new_tokens - item.num_draft_tokens
                 token = script.tokens[position % len(script.tokens)]
-                logprobs = () if params.logprobs is None else (TokenLogprobs(-0.5, (token,), (-0.5,)),)
-                items.append(ItemResult(item.request, (token,), logprobs))
+                count = 1 + min(script.accepted[position % len(script.accepted)], item.num_draft_tokens)
+                logprobs = () if params.logprobs is None else (TokenLogprobs(-0.5, (token,), (-0.5,)),) * count
+                items.append(ItemResult(item.request, (token,) * count, logprobs))
         return RankResult(tuple(items))
 
     def take_counters(self) -> RankCounters:
@@ -112,7 +112,7 @@ class ScriptedRunner:
         return before
 
     def take_components(self) -> tuple[tuple[str, float], ...]:
-        return self.script.components if self.timer is None else self.script.timed_components
+        return (("other", 0.25),)
 
     def close(self) -> None:
         while self.script.hang_at_close:

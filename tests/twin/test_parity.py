@@ -15,7 +15,7 @@ from engine.actors.supervisor import open_engine
 from engine.cli.workload_run import EngineSession
 from engine.core.cache_config import CacheConfig
 from engine.core.driver_log import Arrival, Departure, DriverLog, Place
-from engine.core.events import Finished, Preempted
+from engine.core.events import Arrived, Finished, Preempted
 from engine.core.plan import RequestId, StepResult
 from engine.core.request import Request
 from engine.core.scheduler_config import SchedulerConfig
@@ -44,8 +44,9 @@ class Mixed:
     def _request(self, index: int, now_s: float) -> SimRequest:
         draw = self._draw
         prompt = array("q", [*range(draw.choice((0, 8, 12))), *(draw.randrange(20, 900) for _ in range(draw.randint(1, 20)))])
-        leaves = draw.choice((None, None, None, None, 0.01))
-        output = draw.randint(1, 24)
+        leaves = draw.choice((None, None, None, None, 0.03))
+        # Those of the burst hold more than there is memory for, and who leaves would have taken longer than that.
+        output = 40 if index < 8 or leaves else draw.randint(1, 24)
         return SimRequest(index, now_s, prompt, output, output, priority=draw.randint(0, 2), cancel_after_s=leaves)
 
     def follow_up(self, request: SimRequest, end_s: float) -> SimRequest | None:
@@ -56,8 +57,12 @@ Recorded = tuple[SchedulerConfig, DriverLog, dict[RequestId, Request]]
 
 
 def record(seed: int, *, num_ranks: int = 1, **scheduler: Any) -> Recorded:
+    cache = msgspec.structs.replace(SMALL, max_draft_tokens=scheduler.get("draft_tokens", 0))
+
     async def main() -> Recorded:
-        config = engine_config(Script(tokens=(7, 8, 9), step_s=0.001), num_ranks=num_ranks, cache=SMALL, scheduler=scheduler)
+        config = engine_config(
+            Script(tokens=(7, 8, 9), step_s=0.001, accepted=(0, 2, 1)), num_ranks=num_ranks, cache=cache, scheduler=scheduler
+        )
         log, requests = DriverLog(), dict[RequestId, Request]()
         with trio.fail_after(60):
             async with open_engine(config, None, observers=(log,), worker_module=MODULE) as engine:
@@ -76,14 +81,21 @@ def recorded() -> Recorded:
 
 @pytest.mark.parametrize(
     ("seed", "num_ranks", "scheduler"),
-    [(1, 1, {}), (2, 2, {}), (4, 1, {"chunked_prefill_size": 5, "order_policy": "priority"}), (5, 2, {"prefix_caching": False})],
+    [
+        (1, 1, {}),
+        (2, 2, {}),
+        (4, 1, {"chunked_prefill_size": 5, "order_policy": "priority"}),
+        (5, 2, {"prefix_caching": False}),
+        (6, 2, {"draft_tokens": 2}),
+    ],
 )
 def test_the_twin_makes_the_plans_of_the_engine(seed: int, num_ranks: int, scheduler: dict[str, Any]) -> None:
     config, log, requests = record(seed, num_ranks=num_ranks, **scheduler)
     parity = check_parity(config, log, requests)
     assert parity.difference == ""
-    assert parity.num_equal == parity.num_plans == len(log.plans) == len(log.committed_s) > 50
-    assert parity.num_requests == len(requests)
+    assert parity.num_equal == parity.num_plans == len(log.plans) == len(log.committed_s) > 20
+    # A client may be gone before the scheduler has looked.
+    assert 30 < parity.num_requests == sum(isinstance(event, Arrived) for event in log.log) <= len(requests)
     assert any(isinstance(event, Finished) and event.reason == "length" for event in log.log)
     assert any(isinstance(call, Departure) for call in log.calls)
     assert any(isinstance(event, Preempted) for event in log.log)
@@ -107,7 +119,7 @@ def test_another_rule_another_place_and_another_result_are_found(recorded: Recor
     other = msgspec.structs.replace(config, cache=msgspec.structs.replace(config.cache, max_batched_tokens=23))
     assert check_parity(other, log, requests).difference
 
-    first = next(index for index, call in enumerate(log.calls) if isinstance(call, Arrival) and call.place.num_committed > 20)
+    first = next(index for index, call in enumerate(log.calls) if isinstance(call, Arrival) and call.place.num_committed > 10)
     calls = list(log.calls)
     place = calls[first].place
     calls[first] = msgspec.structs.replace(calls[first], place=Place(place.num_committed - 1, place.num_planned - 1))
