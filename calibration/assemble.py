@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -11,10 +11,12 @@ from numpy.typing import NDArray
 
 from calibration.campaign import CollectivePoint, Point
 from calibration.cost_model import (
+    RESOURCE_OF_COMPONENT,
     CalibratedCost,
     CollectiveFit,
     ComponentFit,
     ModelFit,
+    ProbeFactors,
     RankFit,
     StepFit,
     hull_features,
@@ -31,10 +33,12 @@ from engine.core.specs import ModelSpec
 # A component's errors are relative to itself, but what is less than this share of a step cannot spoil it.
 _LEAST_SHARE = 0.02
 _MAX_STEPS_PER_RUN = 200
+_TABLE_WEIGHT = 0.5  # of the collectives' table beside a run of whole steps
 
 
 class EngineRun(msgspec.Struct, frozen=True):
-    """Whole steps of one load: features of each plan, seconds from commit to commit, and the slowest rank's forward."""
+    """Whole steps of one load: features of each plan, seconds from commit to commit, the slowest rank's forward, and how slow the machine
+    was beside what the calibration stands for."""
 
     model: str
     layout: str
@@ -47,6 +51,7 @@ class EngineRun(msgspec.Struct, frozen=True):
     features: tuple[Features, ...]
     step_s: tuple[float, ...]
     forward_s: tuple[float, ...]
+    speed: ProbeFactors = ProbeFactors()
 
     @property
     def median_s(self) -> float:
@@ -82,15 +87,26 @@ class HeldOut:
     context_tokens: float
     measured_s: float
     predicted_s: float
+    requests: float = 0.0
+    prompt_tokens: float = 0.0
 
 
 def assemble(
-    identity: Identity, spec: ModelSpec, points: Sequence[Point], collectives: Sequence[CollectivePoint], runs: Sequence[EngineRun]
+    identity: Identity,
+    spec: ModelSpec,
+    points: Sequence[Point],
+    collectives: Sequence[CollectivePoint],
+    runs: Sequence[EngineRun],
+    speeds: Mapping[str, ProbeFactors] | None = None,
 ) -> tuple[ModelFit, list[HeldOut]]:
-    """Raises DomainError where there are too few points to fit."""
+    """``speeds``: how slow the machine was while each layout's points were taken, beside what the calibration stands for.
+
+    Raises DomainError where there are too few points to fit.
+    """
     held_out: list[HeldOut] = []
     keys = sorted({(point.cores, point.busy_neighbours, point.layout) for point in points}, reverse=True)
-    ranks = tuple(_rank_fit(identity, spec, _of(points, *key), held_out) for key in keys)
+    known = speeds or {}
+    ranks = tuple(_at_speed(_rank_fit(identity, spec, _of(points, *key), held_out), known.get(key[2])) for key in keys)
     fit = ModelFit(
         model=identity.model,
         model_hash=identity.model_hash,
@@ -109,6 +125,19 @@ def assemble(
 
 def _of(points: Sequence[Point], cores: int, busy: int, layout: str) -> list[Point]:
     return [point for point in points if (point.cores, point.busy_neighbours, point.layout) == (cores, busy, layout)]
+
+
+def _at_speed(rank: RankFit, speed: ProbeFactors | None) -> RankFit:
+    """The rank as it would have been at the calibration's own speed."""
+    if speed is None:
+        return rank
+    components = {
+        name: msgspec.structs.replace(
+            part, coefficients=tuple(value / speed.of(RESOURCE_OF_COMPONENT.get(name, "host")) for value in part.coefficients)
+        )
+        for name, part in rank.components.items()
+    }
+    return msgspec.structs.replace(rank, components=components)
 
 
 def _rank_fit(identity: Identity, spec: ModelSpec, points: Sequence[Point], held_out: list[HeldOut]) -> RankFit:
@@ -144,8 +173,8 @@ def _rank_fit(identity: Identity, spec: ModelSpec, points: Sequence[Point], held
         )
         predicted = seconds[name] * np.exp(-fitted.held_out)
         unseen += predicted
-        held_out += _held_out(first.layout, name, table, seconds[name], predicted, weighty)
-    held_out += _held_out(first.layout, RANK, table, total, unseen, np.ones(len(points), dtype=bool))
+        held_out += held_out_of(first.layout, name, table, seconds[name], predicted, weighty)
+    held_out += held_out_of(first.layout, RANK, table, total, unseen, np.ones(len(points), dtype=bool))
     hull = hull_features(table)
     return RankFit(
         layout=first.layout,
@@ -158,9 +187,15 @@ def _rank_fit(identity: Identity, spec: ModelSpec, points: Sequence[Point], held
     )
 
 
-def _held_out(layout: str, name: str, table: FeatureTable, measured: Array, predicted: Array, chosen: NDArray[np.bool_]) -> list[HeldOut]:
+def held_out_of(layout: str, name: str, table: FeatureTable, measured: Array, predicted: Array, chosen: NDArray[np.bool_]) -> list[HeldOut]:
+    """The chosen ones of N predictions of ``name``."""
+    tokens, context, requests, prompts = (
+        column.max(axis=1) for column in (table.tokens, table.context_tokens, table.requests, table.prompt_tokens)
+    )
     return [
-        HeldOut(layout, name, float(table.tokens[index].max()), float(table.context_tokens[index].max()), float(one), float(two))
+        HeldOut(
+            layout, name, float(tokens[index]), float(context[index]), float(one), float(two), float(requests[index]), float(prompts[index])
+        )
         for index, (one, two, keep) in enumerate(zip(measured, predicted, chosen, strict=True))
         if keep
     ]
@@ -184,8 +219,8 @@ def _step_fit(fit: ModelFit, spec: ModelSpec, runs: Sequence[EngineRun], held_ou
     first = runs[0]
     layout = parse_layout(first.layout).decode.unit
     plain = StepFit(first.layout, first.cores, first.busy_neighbours)
-    cost = CalibratedCost(msgspec.structs.replace(fit, steps=(plain,)), spec, layout)
-    parts = [_Parts.of(cost, run) for run in runs]
+    bare = msgspec.structs.replace(fit, steps=(plain,))
+    parts = [_Parts.of(CalibratedCost(bare, spec, layout, probe=run.speed), run) for run in runs]
     whole = _fit_parts(plain, parts)
     for index, (run, part) in enumerate(zip(runs, parts, strict=True)):
         others = [other for number, other in enumerate(parts) if number != index]
@@ -206,6 +241,7 @@ class _Parts:
     collective_s: Array
     step_s: Array
     forward_s: Array
+    host_speed: float
 
     @staticmethod
     def of(cost: CalibratedCost, run: EngineRun) -> _Parts:
@@ -213,11 +249,13 @@ class _Parts:
         table = run.table().take(np.arange(0, len(run.step_s), every))
         priced = cost.price_table(table)
         compute = np.sum(list(cost.rank_seconds(table).values()), axis=0).max(axis=1)
-        return _Parts(table, compute, priced.step_s - compute, np.array(run.step_s[::every]), np.array(run.forward_s[::every]))
+        return _Parts(
+            table, compute, priced.step_s - compute, np.array(run.step_s[::every]), np.array(run.forward_s[::every]), run.speed.host
+        )
 
     def gap_columns(self) -> Array:
         ones = np.ones(len(self.step_s))
-        return np.stack((ones, self.table.requests.sum(axis=1), self.table.started_requests.sum(axis=1)), axis=1)
+        return self.host_speed * np.stack((ones, self.table.requests.sum(axis=1), self.table.started_requests.sum(axis=1)), axis=1)
 
     def predicted(self, step: StepFit) -> Array:
         gap = self.gap_columns() @ np.array((step.gap_s, step.gap_per_request_s, step.gap_per_start_s))
@@ -229,7 +267,7 @@ def _fit_parts(plain: StepFit, parts: Sequence[_Parts]) -> StepFit:
     weights = np.concatenate([np.full(len(part.step_s), 1.0 / len(part.step_s)) for part in parts])
     compute, collective = (np.concatenate([getattr(part, name) for part in parts]) for name in ("compute_s", "collective_s"))
     forward, step = (np.concatenate([getattr(part, name) for part in parts]) for name in ("forward_s", "step_s"))
-    scales = fit_non_negative(np.stack((compute, collective), axis=1), forward, None, weights)
+    scales = _scales(compute, collective, forward, weights)
     gap = fit_non_negative(np.concatenate([part.gap_columns() for part in parts]), np.maximum(step - forward, 0.0), step, weights)
     return msgspec.structs.replace(
         plain,
@@ -238,6 +276,23 @@ def _fit_parts(plain: StepFit, parts: Sequence[_Parts]) -> StepFit:
         gap_s=float(gap[0]),
         gap_per_request_s=float(gap[1]),
         gap_per_start_s=float(gap[2]),
+    )
+
+
+def _scales(compute_s: Array, collective_s: Array, forward_s: Array, weights: Array) -> Array:
+    """Factors on a rank's own work and on its collectives. The latter are a small part of a step, which a few noisy runs do not tell from
+    the rest: the measured table has a say, as if half a run had found it to be right."""
+    columns = np.stack((compute_s, collective_s), axis=1)
+    share = float(np.median(collective_s / np.maximum(forward_s, 1e-12)))
+    if share <= 0:
+        return fit_non_negative(columns, forward_s, None, weights)
+    typical_s = float(np.median(forward_s))
+    known = np.array([[0.0, share * typical_s]])
+    return fit_non_negative(
+        np.vstack((columns, known)),
+        np.append(forward_s, share * typical_s),
+        np.append(forward_s, typical_s),
+        np.append(weights, _TABLE_WEIGHT),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
@@ -26,7 +26,7 @@ from calibration.campaign import (
 )
 from calibration.contention import HostMemory, measured_memory, row_bytes
 from calibration.cost_model import ModelFit
-from calibration.probe import Probe, run_probe
+from calibration.probe import Probe, factors, median_probe, run_probe
 from calibration.shapes import Job, cache_for, shapes
 from calibration.steady import REQUESTS_PER_SLOT
 from engine.core.errors import ConfigError
@@ -40,7 +40,7 @@ from engine.core.specs import ModelSpec, V41Spec
 # Shares of the time: ranks, then whole steps; what is left is for starting processes and the fit.
 _RANK_SHARE, _STEP_SHARE = 0.5, 0.35
 # Measuring time; starting processes and collectives add some twenty seconds.
-QUICK_S, FULL_S = 66.0, 540.0
+QUICK_S, FULL_S = 62.0, 540.0
 _GATHERED_ELEMENT_BYTES = 4  # of the tables that the measuring process gathers from
 
 
@@ -81,6 +81,7 @@ class RunSteps(Protocol):
         draft_tokens: int,
         load_format: str,
         dtype: str,
+        done: Callable[[StepRunLike], None] | None = None,
     ) -> Sequence[StepRunLike]: ...
 
 
@@ -103,12 +104,14 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """Everything a calibration was fitted on."""
+    """Everything a calibration was fitted on, and how fast the machine was meanwhile: while the ranks of each layout were measured, and
+    before each of the runs."""
 
     points: list[Point]
     collectives: list[CollectivePoint]
     runs: list[EngineRun]
-    probes: list[Probe]
+    rank_probes: dict[str, Probe]
+    run_probes: list[Probe]
     gathers: list[GatherPoint] = field(default_factory=list)
 
 
@@ -147,8 +150,8 @@ def whole_loads(max_batch: int, max_context: int) -> list[tuple[int, int, int]]:
     """(batch, context, new tokens) of the whole steps: corners first, prompts among them."""
     long = max(8, max_context // 2)
     loads = [
-        (1, 64, 24), (max_batch, 48, 16), (4, 128, 1), (max(1, max_batch // 4), long // 2, 16), (2, long, 1), (3, 32, 32),
-        (max(1, max_batch // 2), 96, 24), (max_batch, 32, 1), (1, long, 16), (6, 200, 12), (1, 24, 1), (12, 64, 48),
+        (1, 64, 12), (max_batch, 24, 8), (4, 96, 1), (max(1, max_batch // 4), long // 4, 8), (1, long, 1), (3, 32, 16),
+        (max(1, max_batch // 2), 48, 12), (max(1, max_batch // 2), 32, 1), (1, long, 8), (6, 128, 6), (1, 24, 1), (12, 64, 20),
     ]  # fmt: skip
     return [(batch, min(context, max_context), new) for batch, context, new in loads]
 
@@ -178,35 +181,50 @@ def measure(
     """Measure one model for about ``budget_s``. Points already in ``partial`` are kept and added to."""
     num_cores = len(os.sched_getaffinity(0))
     ranks, whole = candidate_layouts(target.spec, num_cores)
-    kept, probes = PointFile(partial), list[Probe]()
+    kept, rank_probes = PointFile(partial), dict[str, Probe]()
     count = max(24, min(96, int(budget_s / 2)))
     wanted = shapes(target.spec, count, max_batch=max_batch, max_context=max_context, max_tokens=2048, draft_tokens=target.draft_tokens)
     cache = cache_for(target.spec, wanted, target.draft_tokens)
-    probes.append(run_probe())
     for layout in ranks:
+        seen: list[Probe] = []
         cores = rank_cores(layout.num_gpus)
         jobs = [
             Job(target.name, target.dtype, str(layout), rank, cores[rank], len(cores[rank]), cache, target.load_format, stand_in=True)
             for rank in range(layout.num_gpus)
         ]
-        measure_ranks(jobs, target.name, wanted, budget_s * _RANK_SHARE / len(ranks), kept, probes, progress)
+        measure_ranks(jobs, target.name, wanted, budget_s * _RANK_SHARE / len(ranks), kept, seen, progress)
+        rank_probes[str(layout)] = median_probe(seen)
     collectives, gathers = list[CollectivePoint](), list[GatherPoint]()
     if num_cores >= 2:
         collectives, gathers = measure_together(target.name, 2, COLLECTIVE_SIZES, max(15, min(100, int(budget_s / 3))))
     runs: list[EngineRun] = []
+    run_probes: list[Probe] = []
     if run_steps is not None:
         share_s = budget_s * _STEP_SHARE / len(whole)
-        loads = affordable(whole_loads(max_batch, max_context), list(kept.points.values()), share_s / 5)
+        loads = affordable(whole_loads(max_batch, max_context), list(kept.points.values()), share_s / 10)
         for layout in whole:
-            begin_s = time.monotonic()
+            begin_s, probes = time.monotonic(), [run_probe()]
             found = run_steps(
                 target.name, str(layout), loads, budget_s=share_s, draft_tokens=target.draft_tokens,
-                load_format=target.load_format, dtype=target.dtype,
+                load_format=target.load_format, dtype=target.dtype, done=_probing(probes),
             )  # fmt: skip
             runs += [_engine_run(target, layout, num_cores, run) for run in found]
+            run_probes += probes[: len(found)]
             progress(f"{target.name} {layout} whole steps", int(time.monotonic() - begin_s), int(share_s))
-            probes.append(run_probe())
-    return Measurements(list(kept.points.values()), collectives, runs, probes, gathers=gathers)
+    return Measurements(list(kept.points.values()), collectives, runs, rank_probes, run_probes, gathers)
+
+
+def _probing(probes: list[Probe]) -> Callable[[StepRunLike], None]:
+    """To be called after each load: the speed before the next."""
+    return lambda _run: probes.append(run_probe())
+
+
+def speed_of(measured: Sequence[Measurements]) -> Probe | None:
+    """The speed that a calibration of all these stands for: that of the whole steps, whose times its scales are; else of the ranks. None
+    where nothing was probed."""
+    of_runs = [probe for one in measured for probe in one.run_probes]
+    probes = of_runs or [probe for one in measured for probe in one.rank_probes.values()]
+    return median_probe(probes) if probes else None
 
 
 def _engine_run(target: Target, layout: Layout, num_cores: int, run: StepRunLike) -> EngineRun:
@@ -225,14 +243,19 @@ def _engine_run(target: Target, layout: Layout, num_cores: int, run: StepRunLike
     )
 
 
-def fit(target: Target, measured: Measurements) -> tuple[ModelFit, list[HeldOut]]:
-    """Raises DomainError where too little was measured."""
+def fit(target: Target, measured: Measurements, then: Probe | None = None) -> tuple[ModelFit, list[HeldOut]]:
+    """The costs at the speed ``then`` (default: ``speed_of`` these). Raises DomainError where too little was measured."""
+    then = then or speed_of([measured])
     identity = Identity(
         target.name, target.model_hash, target.dtype, DTYPE_BYTES[target.dtype], target.draft_tokens, len(os.sched_getaffinity(0))
     )
     mine = [point for point in measured.points if point.model == target.name]
     runs = [run for run in measured.runs if run.model == target.name]
-    found, held_out = assemble(identity, target.spec, mine, measured.collectives, runs)
+    if measured.run_probes:
+        probed = zip(runs, measured.run_probes, strict=True)
+        runs = [msgspec.structs.replace(run, speed=factors(then, probe)) for run, probe in probed]
+    speeds = {layout: factors(then, probe) for layout, probe in measured.rank_probes.items()}
+    found, held_out = assemble(identity, target.spec, mine, measured.collectives, runs, speeds)
     return msgspec.structs.replace(found, host_memory=_host_memory(target.spec, measured.gathers)), held_out
 
 

@@ -1,8 +1,9 @@
 """A campaign: which ranks to measure on which cores, in what order, until the answers are steady or the time is up.
 
 Measuring processes run side by side, pinned as the engine pins its workers: a rank is timed with its neighbours as busy as it is. Shapes
-come in random order, round after round, each a few times a round, so that a slow minute does not fall on one shape alone; a shape whose
-median is known well enough drops out. Points are appended to a file as they come, and a campaign that finds them there goes on from them.
+come in random order, round after round, each once or a few times a round, so that a slow minute does not fall on one shape alone; a
+shape whose median is known well enough drops out. Points are appended to a file as they come, and a campaign that finds them there goes
+on from them.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ _ROOT = Path(__file__).resolve().parents[1]
 STEADY = 0.015  # relative standard error of a median below which a shape is not measured again
 _MAX_SAMPLES = 60
 _MANY_TOKENS = 64  # from here on a step's time goes by its tokens
+_FIRST_ROUND_SHARE = 0.4  # of the time; what it has not come to by then is left out, so that the rest is measured more than once
+_MIN_SHAPES = 16
 _GATHERED_TOKENS, _GATHERS = 512, 15
 _EXIT_TIMEOUT_S = 10.0
 COLLECTIVE_SIZES = (8, 256, 1024, 4096, 16384, 65536, 262144, 1 << 20, 4 << 20)
@@ -189,7 +192,10 @@ def _merged(one: Point, two: Point) -> Point:
         name: (one.components.get(name, 0.0) * len(one.forward_s) + two.components.get(name, 0.0) * len(two.forward_s)) / total
         for name in names
     }
-    return msgspec.structs.replace(one, forward_s=(*one.forward_s, *two.forward_s), components=components)
+    forward_s = (*one.forward_s, *two.forward_s)
+    # Together as long as the median, which a disturbed sample does not move as it moves their mean.
+    scale = float(np.median(forward_s)) / max(sum(components.values()), 1e-12)
+    return msgspec.structs.replace(one, forward_s=forward_s, components={name: seconds * scale for name, seconds in components.items()})
 
 
 def measure_ranks(
@@ -213,9 +219,11 @@ def measure_ranks(
         open_shapes, order, per_token_s, known = list(shapes), list(shapes), list[float](), dict[Shape, float]()
         while order and time.monotonic() - begin_s < budget_s:
             probes.append(run_probe())
+            is_first = not known
             for shape in order:
-                left_s = budget_s - (time.monotonic() - begin_s)
-                if left_s <= 0:
+                spent_s = time.monotonic() - begin_s
+                left_s = budget_s - spent_s
+                if left_s <= 0 or (is_first and spent_s > budget_s * _FIRST_ROUND_SHARE and len(known) >= _MIN_SHAPES):
                     break
                 if _is_too_long(shape, per_token_s, left_s):
                     continue
@@ -227,6 +235,8 @@ def measure_ranks(
                 if _is_steady(points.total(point)):
                     open_shapes.remove(shape)
                 progress(label, min(int(time.monotonic() - begin_s), int(budget_s)), int(budget_s))
+            if is_first:
+                open_shapes = [shape for shape in open_shapes if shape in known]
             left_s = budget_s - (time.monotonic() - begin_s)
             order = [shape for shape in draw.sample(open_shapes, len(open_shapes)) if not _is_too_long(shape, per_token_s, left_s)]
     probes.append(run_probe())
@@ -243,9 +253,7 @@ def _is_too_long(shape: Shape, per_token_s: Sequence[float], left_s: float) -> b
 
 def _repeats(step_s: float | None) -> int:
     """Plain executions in one go: little at first, then more of short steps, which are cheap and noisy."""
-    if step_s is None:
-        return 2
-    return 1 if step_s > 0.2 else 3 if step_s > 0.05 else 8
+    return 1 if step_s is None or step_s > 0.05 else 2 if step_s > 0.02 else 4
 
 
 def _measure(processes: Measurers, model: str, job: Job, neighbours: int, shape: Shape, num_ranks: int, repeats: int) -> Point:

@@ -2,12 +2,14 @@
 
 calibrate --out FILE measures models on this machine (real steps of one rank, collectives, whole steps of the engine) and fits their costs;
 ``calibrate report FILE --out report.html`` draws how good the fit is; ``calibrate next FILE`` names the measurements that would help a
-question most.
+question most. ``--from SOURCE`` fits what was measured elsewhere: the folder of a recording (--record-trace DIR --record-mode timers), or
+``fpm:FILE``, AIConfigurator's fpm_forward_perf.parquet with its sidecar; ``calibrate export FILE --out F.parquet`` writes such a pair.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import sys
@@ -42,9 +44,9 @@ def register(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    calibrate.add_argument("action", nargs="?", choices=("run", "report", "next"), default="run", help="default: run")
-    calibrate.add_argument("file", nargs="?", type=Path, metavar="FILE", help="report, next: the calibration to read")
-    calibrate.add_argument("--out", type=Path, metavar="FILE", help="run: the calibration to write; report: the page (HTML)")
+    calibrate.add_argument("action", nargs="?", choices=("run", "report", "next", "export"), default="run", help="default: run")
+    calibrate.add_argument("file", nargs="?", type=Path, metavar="FILE", help="report, next, export: the calibration to read")
+    calibrate.add_argument("--out", type=Path, metavar="FILE", help="the calibration to write; report: the page (HTML); export: the table")
     calibrate.add_argument("--model", action="append", metavar="M", help="a model to measure, or asked about; may be repeated (tiny-v41)")
     calibrate.add_argument("--quick", action="store_true", help="at most 90 s in all; without it at most 10 min a model")
     calibrate.add_argument("--budget", type=float, metavar="SECONDS", help="measuring time of each model (20 to 3600)")
@@ -52,7 +54,9 @@ def register(
     calibrate.add_argument("--max-context", type=int, default=1024, metavar="TOKENS", help="tokens in cache of a request to cover (1024)")
     calibrate.add_argument("--draft-tokens", type=int, default=0, metavar="N", help="calibrate steps that draft N tokens (default 0)")
     calibrate.add_argument("--load-format", choices=("auto", "random"), default=None, help="random weights for models that have none")
-    calibrate.add_argument("--from", dest="source", action="append", metavar="SOURCE", help="fit recorded traces instead of measuring")
+    calibrate.add_argument(
+        "--from", dest="source", action="append", metavar="SOURCE", help="fit this instead of measuring; may be repeated"
+    )
     calibrate.add_argument("--layout", action="append", metavar="L", help="next: layouts asked about")
     calibrate.add_argument("--batch-sizes", default="1,8,32", metavar="B[,B...]", help="next: batch sizes asked about")
     calibrate.add_argument("--context", type=int, default=256, metavar="TOKENS", help="next: prompt length asked about")
@@ -100,20 +104,19 @@ def _calibrate(arguments: argparse.Namespace, read_spec: Callable[[str], ModelSp
         return _report(arguments, draw_report)
     if arguments.action == "next":
         return _next(arguments, read_spec)
+    if arguments.action == "export":
+        return _export(arguments, read_spec)
     return _run(arguments, read_spec, run_steps)
 
 
 def _run(arguments: argparse.Namespace, read_spec: Callable[[str], ModelSpec], run_steps: RunSteps) -> int:
     from calibration import calibrate, store
-    from calibration.probe import median_probe
 
-    if arguments.source:
-        raise ConfigError(
-            f"--from {arguments.source[0]}: fitting imported tables is not in this release; look at them with twinfer trace import, and "
-            "calibrate by measuring"
-        )
     if arguments.out is None:
         raise ConfigError("--out is missing: the file to write the calibration to")
+    if arguments.source:
+        return _fit_sources(arguments, read_spec)
+    _require_engine()
     _bounds("--max-batch", arguments.max_batch, 1, 4096)
     _bounds("--max-context", arguments.max_context, 32, 1 << 20)
     names = arguments.model or ["tiny-v41"]
@@ -124,9 +127,8 @@ def _run(arguments: argparse.Namespace, read_spec: Callable[[str], ModelSpec], r
     if partial.exists():
         print(f"going on from the points in {partial}; remove it to begin anew", file=sys.stderr)
     targets = [_target(name, read_spec(name), arguments) for name in names]
-    fits, entries, models, probes = [], [], list[str](), []
-    for target in targets:
-        measured = calibrate.measure(
+    measured = [
+        calibrate.measure(
             target,
             budget_s=budget_s,
             max_batch=arguments.max_batch,
@@ -135,17 +137,52 @@ def _run(arguments: argparse.Namespace, read_spec: Callable[[str], ModelSpec], r
             partial=partial,
             progress=PhaseProgress(),
         )
-        fit, held_out = calibrate.fit(target, measured)
+        for target in targets
+    ]
+    then, fits, entries, models = calibrate.speed_of(measured), [], [], list[str]()
+    for target, one in zip(targets, measured, strict=True):
+        fit, held_out = calibrate.fit(target, one, then)
         fits.append(fit)
         entries += held_out
         models += [target.name] * len(held_out)
-        probes += measured.probes
-    written = store.save(arguments.out, store.new_calibration(tuple(fits), median_probe(probes)), entries, models)
+    written = store.save(arguments.out, store.new_calibration(tuple(fits), then), entries, models)
     partial.unlink(missing_ok=True)
-    if arguments.json:
+    _print_calibration(written, arguments.json)
+    return 0
+
+
+def _print_calibration(written: Calibration, as_json: bool) -> None:
+    if as_json:
         _print_json(_summary(written))
     else:
         print("\n".join(_lines(written)))
+
+
+def _fit_sources(arguments: argparse.Namespace, read_spec: Callable[[str], ModelSpec]) -> int:
+    from calibration.exchange import calibrate_from
+
+    if arguments.model is None or len(arguments.model) != 1:
+        raise ConfigError("--from needs --model once: the model that the source is of")
+    name = arguments.model[0]
+    _print_calibration(calibrate_from(arguments.source, arguments.out, name, read_spec(name)), arguments.json)
+    return 0
+
+
+def _export(arguments: argparse.Namespace, read_spec: Callable[[str], ModelSpec]) -> int:
+    from calibration import store
+    from calibration.exchange import export_fpm
+
+    if arguments.file is None or arguments.out is None:
+        raise ConfigError(
+            "calibrate export needs the calibration and the table: twinfer calibrate export FILE --out fpm_forward_perf.parquet"
+        )
+    wanted = arguments.model[0] if arguments.model else None
+    specs = {fit.model: read_spec(fit.model) for fit in store.load(arguments.file).models if wanted in (None, fit.model)}
+    count = export_fpm(arguments.file, arguments.out, wanted, specs)
+    if arguments.json:
+        _print_json({"table": str(arguments.out), "num_forwards": count})
+    else:
+        print(f"{arguments.out}: {count} forwards")
     return 0
 
 
@@ -351,6 +388,15 @@ def _require_libraries(command: str) -> None:
         import scipy  # noqa: F401
     except ImportError as error:
         raise ConfigError(f"twinfer {command} needs numpy, scipy and pyarrow ({error.name} is missing): {_INSTALL}") from None
+
+
+def _require_engine() -> None:
+    for name in ("torch", "trio"):
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(
+                f"calibrate needs the engine to measure: pip install 'twinfer[engine,calibration]' ({name} is missing); --from fits what "
+                "was measured elsewhere"
+            )
 
 
 def _print_json(value: object) -> None:

@@ -14,9 +14,9 @@ import numpy as np
 
 from calibration.cost_model import ProbeFactors
 
-_REPEATS = 15
+_REPEATS, _MIN_REPEATS, _LIMIT_S = 90, 6, 0.8
 # Short enough to fit between two interruptions, long enough for the clock. Sizes: in the cache of a core; far beyond any cache.
-_MATRIX = 256
+_VECTOR_FLOATS, _VECTOR_ROUNDS = 4096, 100
 _COPY_BYTES = 48 << 20
 # What differs less than the probe repeats itself is no drift.
 _DEAD_BAND = 0.03
@@ -24,7 +24,7 @@ _MAX_FACTOR = 20.0
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """Seconds of each loop: a matrix product, a copy of memory, interpreted Python."""
+    """Seconds of each loop: arithmetic on a vector, a copy of memory, interpreted Python."""
 
     compute_s: float
     memory_s: float
@@ -32,13 +32,18 @@ class Probe(msgspec.Struct, frozen=True):
 
 
 def run_probe() -> Probe:
-    """About half a second. Medians, taken in turn, so that a moment's disturbance hits all three alike."""
-    left = np.random.default_rng(0).standard_normal((_MATRIX, _MATRIX), dtype=np.float32)
+    """About half a second, on a busy machine little more; the loops in turn, so that a disturbance hits all three alike.
+
+    Means of the middle half: a neighbour that is there for a part of the time counts for that part, a lone interruption for nothing.
+    """
+    # No matrix product: a BLAS library's threads go on spinning after it, which slows the loops that follow, or does not.
+    vector, result = np.linspace(-1.0, 1.0, _VECTOR_FLOATS, dtype=np.float32), np.empty(_VECTOR_FLOATS, dtype=np.float32)
     source = np.zeros(_COPY_BYTES // 8)
     target = np.empty_like(source)
 
     def compute() -> None:
-        np.dot(left, left)
+        for _ in range(_VECTOR_ROUNDS):
+            np.exp(vector, out=result)
 
     def copy() -> None:
         np.copyto(target, source)
@@ -50,16 +55,26 @@ def run_probe() -> Probe:
 
     times: dict[str, list[float]] = {"compute": [], "memory": [], "host": []}
     loops: tuple[tuple[str, Callable[[], None]], ...] = (("compute", compute), ("memory", copy), ("host", host))
-    for _ in range(_REPEATS):
+    end_s = time.perf_counter() + _LIMIT_S
+    for count in range(_REPEATS):
+        if count >= _MIN_REPEATS and time.perf_counter() > end_s:
+            break
         for name, loop in loops:
             begin_s = time.perf_counter()
             loop()
             times[name].append(time.perf_counter() - begin_s)
-    return Probe(*(float(np.median(times[name][2:])) for name in ("compute", "memory", "host")))
+    return Probe(*(_middle_mean(times[name][2:]) for name in ("compute", "memory", "host")))
 
 
-def factors(then: Probe, now: Probe) -> ProbeFactors:
-    """How much slower the machine is now than then."""
+def _middle_mean(values: list[float]) -> float:
+    ordered, quarter = np.sort(values), len(values) // 4
+    return float(ordered[quarter : len(values) - quarter].mean())
+
+
+def factors(then: Probe | None, now: Probe) -> ProbeFactors:
+    """How much slower the machine is now than then; 1 where nothing was probed then."""
+    if then is None:
+        return ProbeFactors()
     return ProbeFactors(
         compute=_factor(now.compute_s / then.compute_s),
         memory=_factor(now.memory_s / then.memory_s),

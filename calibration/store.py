@@ -6,6 +6,7 @@ was changed. Nothing in it is executed.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import hashlib
 import io
@@ -25,7 +26,7 @@ from calibration.probe import Probe
 from engine.core.errors import ConfigError, DomainError
 from engine.version import VERSION
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 KIND = "twinfer calibration"
 MAX_FILE_BYTES = 256 << 20
 _JSON, _POINTS = "calibration.json", "points.parquet"
@@ -51,7 +52,7 @@ class Calibration(msgspec.Struct, frozen=True):
     schema_version: int
     made: str  # ISO 8601, UTC
     machine: Machine
-    probe: Probe
+    probe: Probe | None  # None: not measured on a machine that could be probed again
     models: tuple[ModelFit, ...]
     points_sha256: str = ""
     fits_sha256: str = ""
@@ -106,10 +107,10 @@ def _torch_version() -> str | None:
         return None
 
 
-def new_calibration(models: tuple[ModelFit, ...], probe: Probe) -> Calibration:
-    """Of this machine, made now."""
+def new_calibration(models: tuple[ModelFit, ...], probe: Probe | None, machine: Machine | None = None) -> Calibration:
+    """Made now; of this machine unless another one is named."""
     made = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    return Calibration(KIND, SCHEMA_VERSION, made, this_machine(), probe, models)
+    return Calibration(KIND, SCHEMA_VERSION, made, machine or this_machine(), probe, models)
 
 
 def save(path: Path, calibration: Calibration, held_out: list[HeldOut], models: list[str]) -> Calibration:
@@ -150,7 +151,8 @@ def load(path: Path) -> Calibration:
     unhashed = msgspec.structs.replace(calibration, fits_sha256="")
     if calibration.fits_sha256 != _own_hash(unhashed) or calibration.points_sha256 != hashlib.sha256(points).hexdigest():
         raise ConfigError(f"{path} was changed since it was written: its hashes do not fit; calibrate anew")
-    if not calibration.models or min(calibration.probe.compute_s, calibration.probe.memory_s, calibration.probe.host_s) <= 0:
+    probe = calibration.probe
+    if not calibration.models or (probe is not None and min(probe.compute_s, probe.memory_s, probe.host_s) <= 0):
         raise ConfigError(f"{path} has no models, or a speed probe that is not positive")
     return calibration
 
@@ -170,9 +172,8 @@ def load_held_out(path: Path) -> tuple[list[HeldOut], list[str]]:
 
 
 def _points_bytes(held_out: list[HeldOut], models: list[str]) -> bytes:
-    fields = ("layout", "component", "tokens", "context_tokens", "measured_s", "predicted_s")
     columns = {"model": pa.array(models, pa.string())}
-    for name in fields:
+    for name in (field.name for field in dataclasses.fields(HeldOut)):
         values = [getattr(entry, name) for entry in held_out]
         columns[name] = pa.array(values, pa.string()) if name in ("layout", "component") else pa.array(np.array(values, dtype=np.float64))
     buffer = io.BytesIO()

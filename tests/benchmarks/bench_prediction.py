@@ -1,17 +1,17 @@
 """How well a calibration predicts whole steps: calibrate, then measure what was never calibrated, interleaved against drift.
 
-    python -m tests.benchmarks.bench_prediction FOLDER [--models tiny-v41,v41-100m,smollm2-135m] [--minutes 5] [--points 25]
+    python -m tests.benchmarks.bench_prediction FOLDER [--models tiny-v41,v41-100m,smollm2-135m] [--minutes 5] [--points 28]
 
 For each model: a calibration (ranks, collectives, whole steps of tp1dp1ep1 and tp2dp1ep1), then in random order ``--points`` loads of batch
 sizes and lengths that no calibration uses, on each layout, every one measured twice (two engine sessions, another one between them; the
 second is the repeatability) and predicted by the same closed loop that ``twinfer predict`` prices, scaled by the speed probe taken before
-the session. Data-parallel layouts are never run before they are predicted.
+each load. Data-parallel layouts are never run before they are predicted.
 
 Everything measured is kept in FOLDER, and a run goes on from what it finds there: ``--minutes`` ends it early, ``--minutes 0`` measures
 nothing and fits again.
 
 Printed: median and 90th percentile of |predicted / measured - 1| and the same of the repetition, the share of measurements inside the 90 %
-interval, by model and layout, and the held-out errors of components.
+interval, by model and layout, the held-out errors of components, and how many steps a second are priced over arrays of features.
 """
 
 from __future__ import annotations
@@ -31,18 +31,20 @@ from calibration import calibrate
 from calibration.assemble import EngineRun
 from calibration.calibrate import Measurements, Target
 from calibration.campaign import CollectivePoint, Point
-from calibration.cost_model import ModelFit
+from calibration.cost_model import CalibratedCost, ModelFit
+from calibration.features import uniform_steps
 from calibration.predict import Question, predict_point
-from calibration.probe import Probe, factors, median_probe, run_probe
+from calibration.probe import Probe, factors, run_probe
 from engine.cli.step_bench import StepLoad
 from engine.cli.step_runs import run_steps
 from engine.core.features import features
-from engine.core.layout import parse_layout
+from engine.core.layout import Layout, parse_layout
 from engine.model.files import read_model_files
 
 CONTEXTS = (20, 40, 80, 150, 180, 320, 450)
 BATCHES = (1, 2, 3, 5, 7, 9, 10, 14, 18, 22, 27)
-LOADS_A_SESSION = 5
+LOADS_A_SESSION = 7
+SWEPT_STEPS = 50_000
 Load = tuple[int, int, int]  # batch, context, new tokens
 
 
@@ -53,17 +55,29 @@ class Kept(msgspec.Struct):
     points: list[Point]
     collectives: list[CollectivePoint]
     runs: list[EngineRun]
-    probes: list[Probe]
+    rank_probes: dict[str, Probe]
+    run_probes: list[Probe]
+
+    @property
+    def measured(self) -> Measurements:
+        return Measurements(self.points, self.collectives, self.runs, self.rank_probes, self.run_probes)
+
+
+class Probed(msgspec.Struct):
+    """A load's steps, the probe taken before them, and when they were over."""
+
+    probe: Probe
+    run: EngineRun
+    unix_s: float = 0.0
 
 
 class Session(msgspec.Struct):
-    """Runs of one engine, with the probe taken before it."""
+    """Loads of one engine."""
 
     layout: str
     number: int
     repetition: int
-    probe: Probe
-    runs: list[EngineRun]
+    loads: list[Probed]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,10 +86,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", default="tiny-v41,v41-100m,smollm2-135m")
     parser.add_argument("--minutes", type=float, default=600.0, help="no new piece of work is begun after so many")
     parser.add_argument("--budget", type=float, default=200.0, help="seconds of calibration a model")
-    parser.add_argument("--points", type=int, default=25, help="loads tested a model and layout")
+    parser.add_argument("--points", type=int, default=28, help="loads tested a model and layout")
     parser.add_argument("--max-batch", type=int, default=32)
     parser.add_argument("--max-context", type=int, default=512)
-    parser.add_argument("--max-prompts", type=int, default=8_000, help="prompt tokens of one load, in all")
+    parser.add_argument("--max-prompts", type=int, default=5_000, help="prompt tokens of one load, in all")
     arguments = parser.parse_args(argv)
     arguments.folder.mkdir(parents=True, exist_ok=True)
     end_s = time.monotonic() + 60 * arguments.minutes
@@ -124,7 +138,7 @@ def _measure(model: str, arguments: argparse.Namespace, end_s: float) -> bool:
             partial=None,
             progress=lambda _phase, _done, _total: None,
         )
-        found = Kept(model, measured.points, measured.collectives, measured.runs, measured.probes)
+        found = Kept(model, measured.points, measured.collectives, measured.runs, measured.rank_probes, measured.run_probes)
         kept.write_bytes(msgspec.json.encode(found))
         seconds = time.monotonic() - begin_s
         print(f"{model}: calibrated in {seconds:.0f} s, {len(found.points)} shapes, {len(found.runs)} runs", file=sys.stderr)
@@ -134,9 +148,7 @@ def _measure(model: str, arguments: argparse.Namespace, end_s: float) -> bool:
             continue
         if time.monotonic() > end_s:
             return False
-        probe = run_probe()
-        runs = _run_steps(model, layout, loads, budget_s=1e9, load_format=target.load_format, dtype=target.dtype)
-        session = Session(layout, number, repetition, probe, [_kept_run(target, layout, run) for run in runs])
+        session = Session(layout, number, repetition, _probed(target, layout, loads))
         with _sessions(arguments.folder, model).open("ab") as file:
             file.write(msgspec.json.encode(session) + b"\n")
     return True
@@ -144,19 +156,19 @@ def _measure(model: str, arguments: argparse.Namespace, end_s: float) -> bool:
 
 def _plan(target: Target, arguments: argparse.Namespace) -> list[tuple[str, int, int, list[Load]]]:
     """(layout, number, repetition, loads) of every session in order: two in turn, twice."""
-    draw = random.Random(7)
     layouts = [str(layout) for layout in calibrate.candidate_layouts(target.spec, 2)[0]]
     calibrated = set(calibrate.whole_loads(arguments.max_batch, arguments.max_context))
     sessions: list[tuple[str, int, list[Load]]] = []
     for layout in layouts:
         loads: list[Load] = []
+        draw = random.Random(layout)
         while len(loads) < arguments.points:
             batch, context = draw.choice([one for one in BATCHES if one < arguments.max_batch]), draw.choice(CONTEXTS)
-            load = (batch, context, 1 if draw.random() < 0.25 else draw.choice((6, 10, 14)))
+            load = (batch, context, 1 if draw.random() < 0.25 else draw.choice((5, 8, 12)))
             if load not in calibrated and 10 * batch * context <= arguments.max_prompts and load not in loads:
                 loads.append(load)
         sessions += [(layout, index, loads[index : index + LOADS_A_SESSION]) for index in range(0, len(loads), LOADS_A_SESSION)]
-    order = draw.sample(sessions, len(sessions))
+    order = random.Random(7).sample(sessions, len(sessions))
     if len(order) % 2:
         order.append(order[0])  # measured once more; the first two count
     found = []
@@ -164,6 +176,17 @@ def _plan(target: Target, arguments: argparse.Namespace) -> list[tuple[str, int,
         for repetition in (0, 1):
             found += [(layout, number, repetition, loads) for layout, number, loads in (first, second)]
     return found
+
+
+def _probed(target: Target, layout: str, loads: Sequence[Load]) -> list[Probed]:
+    probes, ends_unix_s = [run_probe()], list[float]()
+
+    def done(_run: Any) -> None:
+        ends_unix_s.append(time.time())
+        probes.append(run_probe())
+
+    runs = _run_steps(target.name, layout, loads, budget_s=1e9, load_format=target.load_format, dtype=target.dtype, done=done)
+    return [Probed(probes[index], _kept_run(target, layout, run), ends_unix_s[index]) for index, run in enumerate(runs)]
 
 
 def _kept_run(target: Target, layout: str, run: Any) -> EngineRun:
@@ -175,24 +198,24 @@ def _kept_run(target: Target, layout: str, run: Any) -> EngineRun:
 
 
 class Compared(msgspec.Struct):
-    """A load's prediction and its two measurements."""
+    """A load measured twice, each time predicted at the speed probed before."""
 
     name: str
     first: EngineRun
     second: EngineRun
-    point: dict[str, Any]
+    points: list[dict[str, Any]]
 
     @property
-    def error(self) -> float:
-        return float(self.point["step_s"]) / self.first.median_s - 1.0
+    def errors(self) -> list[float]:
+        return [point["step_s"] / run.median_s - 1.0 for point, run in zip(self.points, (self.first, self.second), strict=True)]
 
     @property
     def repeated(self) -> float:
         return self.second.median_s / self.first.median_s - 1.0
 
     @property
-    def is_inside(self) -> bool:
-        return bool(self.point["lo_s"] <= self.first.median_s <= self.point["hi_s"])
+    def are_inside(self) -> list[bool]:
+        return [point["lo_s"] <= run.median_s <= point["hi_s"] for point, run in zip(self.points, (self.first, self.second), strict=True)]
 
 
 def _show(models: Sequence[str], folder: Path) -> None:
@@ -200,8 +223,10 @@ def _show(models: Sequence[str], folder: Path) -> None:
     for model in models:
         kept = msgspec.json.decode(_calibration(folder, model).read_bytes(), type=Kept)
         target = target_of(model)
-        fit, _ = calibrate.fit(target, Measurements(kept.points, kept.collectives, kept.runs, kept.probes))
-        rows += compared(target, fit, median_probe(kept.probes), _read_sessions(folder, model))
+        then = calibrate.speed_of([kept.measured])
+        fit, _ = calibrate.fit(target, kept.measured, then)
+        rows += compared(target, fit, then, _read_sessions(folder, model))
+        print(f"{model}: {_priced_per_s(target, fit):,.0f} steps priced a second")
         for rank in fit.ranks:
             shown = sorted(rank.components.items(), key=lambda one: -one[1].share)[:8]
             text = ", ".join(f"{name} {one.share:.0%}: {one.held_out_median:.1%}/{one.held_out_p90:.1%}" for name, one in shown)
@@ -213,27 +238,43 @@ def _show(models: Sequence[str], folder: Path) -> None:
     print(f"{'':<26} {'n':>4} {'median':>7} {'p90':>7} {'bias':>7}   repeated: {'median':>7} {'p90':>7}   inside 90 %")
     for name in dict.fromkeys([*(row.name for row in rows), "all"]):
         mine = [row for row in rows if name in ("all", row.name)]
-        errors, repeats = np.array([row.error for row in mine]), np.array([row.repeated for row in mine])
+        errors, repeats = np.concatenate([row.errors for row in mine]), np.array([row.repeated for row in mine])
         line = f"{name:<26} {len(mine):>4} {_quantiles(errors)} {np.median(errors):>+7.1%}"
-        print(f"{line}             {_quantiles(repeats)}   {np.mean([row.is_inside for row in mine]):.0%}")
+        print(f"{line}             {_quantiles(repeats)}   {np.mean([row.are_inside for row in mine]):.0%}")
+
+
+def _priced_per_s(target: Target, fit: ModelFit) -> float:
+    """Features made and priced, in one process."""
+    draw = np.random.default_rng(0)
+    shape = (SWEPT_STEPS, 1)
+    requests, context = draw.integers(1, 32, shape).astype(float), draw.integers(8, 512, shape).astype(float)
+    cost = CalibratedCost(fit, target.spec, Layout())
+    times = []
+    for _ in range(3):
+        begin_s = time.perf_counter()
+        cost.price_table(uniform_steps(target.spec, requests, context, np.ones(shape)))
+        times.append(time.perf_counter() - begin_s)
+    return SWEPT_STEPS / min(times)
 
 
 def _quantiles(errors: Any) -> str:
     return f"{np.median(np.abs(errors)):>7.1%} {np.quantile(np.abs(errors), 0.9):>7.1%}"
 
 
-def compared(target: Target, fit: ModelFit, then: Probe, sessions: Sequence[Session]) -> list[Compared]:
-    """Every load measured twice, with what the fit says of it at the speed probed before its first session."""
+def compared(target: Target, fit: ModelFit, then: Probe | None, sessions: Sequence[Session]) -> list[Compared]:
+    """Every load measured twice, with what the fit says of it each time."""
     found: list[Compared] = []
     second = {(session.layout, session.number): session for session in sessions if session.repetition == 1}
     for session in sessions:
         other = second.get((session.layout, session.number))
         if session.repetition or other is None:
             continue
-        for one, two in zip(session.runs, other.runs, strict=True):
-            question = Question(target.spec, context=one.context, new_tokens=one.new_tokens)
-            point = predict_point(fit, question, parse_layout(one.layout), one.batch, factors(then, session.probe))
-            found.append(Compared(f"{target.name} {one.layout}", one, two, point))
+        for one, two in zip(session.loads, other.loads, strict=True):
+            run = one.run
+            question = Question(target.spec, context=run.context, new_tokens=run.new_tokens)
+            layout = parse_layout(run.layout)
+            points = [predict_point(fit, question, layout, run.batch, factors(then, each.probe)) for each in (one, two)]
+            found.append(Compared(f"{target.name} {run.layout}", run, two.run, points))
     return found
 
 

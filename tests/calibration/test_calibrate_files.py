@@ -329,10 +329,11 @@ def test_a_system_of_the_catalogue_is_refused_for_now(capsys: pytest.CaptureFixt
     [
         ((), "--out is missing"),
         (("--out", "x.cal", "--budget", "1"), "needed: 20 to 3600"),
-        (("--out", "x.cal", "--from", "aic:gb300/sglang"), "not in this release"),
+        (("--out", "x.cal", "--from", "aic:gb300/sglang"), "--from needs --model once"),
         (("--out", "x.cal", "--draft-tokens", "9"), "drafts at most 5"),
         (("report",), "needs the calibration and the page"),
         (("next",), "needs the calibration and --model"),
+        (("export", "x.cal"), "needs the calibration and the table"),
     ],
 )
 def test_calibrate_refuses_before_it_measures(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str) -> None:
