@@ -39,8 +39,7 @@ def simulate(
     config.validate()
     begin_s = time.perf_counter()
     cluster = Cluster(config, workload, cost, observers, listeners)
-    with _rare_collections():
-        cluster.run()
+    cluster.run()
     return cluster.result(time.perf_counter() - begin_s)
 
 
@@ -95,7 +94,8 @@ class Cluster:
         for replica in self.replicas:
             self.clock.process(replica.run())
         self.clock.process(self._arrivals())
-        self.clock.run()
+        with _rare_collections():
+            self.clock.run()
         if self._open:
             raise InvariantError(f"the simulation is over and {len(self._open)} requests have not ended")
         ends = self.num_finished + self.num_rejected + self.num_cancelled

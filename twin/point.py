@@ -28,7 +28,6 @@ from twin.observation import Observation
 from twin.workload.spec import WorkloadSpec, make_workload
 
 if TYPE_CHECKING:
-    from engine.core.plan import StepPlan, StepResult
     from twin.result import SimResult
 
 # (requests that have ended, of so many)
@@ -81,31 +80,21 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     events_path: str | None = None
 
 
-class _Blind:
-    """An observer that looks at events alone."""
-
-    def planned(self, replica: int, plan: StepPlan, now_s: float) -> None:
-        pass
-
-    def committed(self, replica: int, plan: StepPlan, result: StepResult, now_s: float) -> None:
-        pass
-
-
-class _Watcher(_Blind):
-    """Tells how many requests have ended."""
+class _Watcher:
+    """A listener that tells how many requests have ended."""
 
     def __init__(self, watch: Watch, num_requests: int) -> None:
         self._watch, self._num_requests, self._num_ended = watch, num_requests, 0
 
-    def events(self, replica: int, events: Sequence[LogEvent]) -> None:  # noqa: ARG002 (an observer's)
+    def events(self, replica: int, events: Sequence[LogEvent]) -> None:  # noqa: ARG002 (a listener's)
         ended = sum(type(event) is Finished for event in events)
         if ended:
             self._num_ended += ended
             self._watch(self._num_ended, self._num_requests)
 
 
-class EventFile(_Blind):
-    """An observer that writes the event log as JSON Lines. Raises ConfigError where the file cannot be opened."""
+class EventFile:
+    """A listener that writes the event log as JSON Lines. Raises ConfigError where the file cannot be opened."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -113,7 +102,7 @@ class EventFile(_Blind):
         except OSError as error:
             raise ConfigError(f"--events {path} cannot be written: {error.strerror}") from None
 
-    def events(self, replica: int, events: Sequence[LogEvent]) -> None:  # noqa: ARG002 (an observer's)
+    def events(self, replica: int, events: Sequence[LogEvent]) -> None:  # noqa: ARG002 (a listener's)
         for event in events:
             self._file.write(encode_lines(event.expanded() if isinstance(event, DecodeStretch) else (event,)))
 
@@ -152,7 +141,8 @@ def simulate_point(question: Question, watch: Watch | None = None) -> dict[str, 
     events = EventFile(Path(question.events_path)) if question.events_path is not None else None
     watcher = None if watch is None else _Watcher(watch, workload.num_requests)
     try:
-        cluster = Cluster(question.config, workload, cost, [one for one in (observation, events, watcher) if one is not None])
+        observers = [] if observation is None else [observation]
+        cluster = Cluster(question.config, workload, cost, observers, [one for one in (events, watcher) if one is not None])
         if observation is not None:
             observation.bind(cluster)
         cluster.run()
