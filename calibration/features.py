@@ -64,17 +64,21 @@ class FeatureTable:
         return FeatureTable(**values)
 
 
+_FIELDS = [field.name for field in fields(FeatureTable)]
+_BY_RATIO = ("selected_pairs", "scanned_pairs")
+
+
 def table_of(steps: Sequence[Features]) -> FeatureTable:
     """Stack the features of several steps of as many ranks each."""
     if not steps:
         raise DomainError("no steps to make a table of")
-    values: dict[str, Any] = {}
-    for field in fields(FeatureTable):
-        first = getattr(steps[0], field.name)
-        if isinstance(first, dict):
-            values[field.name] = {key: np.array([getattr(step, field.name)[key] for step in steps], dtype=np.float64) for key in first}
-        else:
-            values[field.name] = np.array([getattr(step, field.name) for step in steps], dtype=np.float64)
+    plain = [name for name in _FIELDS if name not in _BY_RATIO]
+    ratios = {name: list(getattr(steps[0], name)) for name in _BY_RATIO}
+    rows = [[getattr(step, name) for step in steps] for name in plain]
+    rows += [[getattr(step, name)[ratio] for step in steps] for name, keys in ratios.items() for ratio in keys]
+    stacked = iter(np.array(rows, dtype=np.float64))  # at once: an array costs more than what it holds of a step
+    values: dict[str, Any] = {name: next(stacked) for name in plain}
+    values |= {name: {ratio: next(stacked) for ratio in keys} for name, keys in ratios.items()}
     return FeatureTable(**values)
 
 

@@ -54,15 +54,23 @@ def features(plan: StepPlan, spec: ModelSpec) -> Features:
 
 def _add_rank(table: Features, rank: RankPlan) -> None:
     items = rank.items
+    new_tokens = [item.num_new_tokens for item in items]
+    tokens = sum(new_tokens)
+    emitting = [item for item in items if item.emits]
     table.requests.append(len(items))
-    table.tokens.append(sum(item.num_new_tokens for item in items))
-    prompts = [item for item in items if not item.emits or item.num_new_tokens - item.num_draft_tokens > 1]
-    table.prompt_tokens.append(sum(item.num_new_tokens for item in prompts))
-    table.emitting_rows.append(sum(1 + item.num_draft_tokens for item in items if item.emits))
-    table.draft_rows.append(sum(item.num_draft_tokens for item in items))
+    table.tokens.append(tokens)
+    if tokens == len(items):  # one each, hence no drafts
+        table.prompt_tokens.append(tokens - len(emitting))
+        table.emitting_rows.append(len(emitting))
+        table.draft_rows.append(0)
+    else:
+        prompts = [item for item in items if not item.emits or item.num_new_tokens - item.num_draft_tokens > 1]
+        table.prompt_tokens.append(sum(item.num_new_tokens for item in prompts))
+        table.emitting_rows.append(sum(1 + item.num_draft_tokens for item in emitting))
+        table.draft_rows.append(sum(item.num_draft_tokens for item in items))
     contexts = [item.num_computed_tokens + item.num_new_tokens for item in items]
     table.context_tokens.append(sum(contexts))
-    table.longest_query_tokens.append(max((item.num_new_tokens for item in items), default=0))
+    table.longest_query_tokens.append(max(new_tokens, default=0))
     table.longest_context_tokens.append(max(contexts, default=0))
     table.copied_blocks.append(len(rank.copies))
     table.swapped_blocks.append(sum(len(order.blocks) for order in rank.swap_outs) + sum(len(order.blocks) for order in rank.swap_ins))

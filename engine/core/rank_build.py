@@ -45,6 +45,7 @@ class RankBuild:
         self.save_tails = rank.saves_tails
         self.items: list[PlanItem] = []
         self.sequences: list[Sequence] = []  # of items, in the same order
+        self.num_decodes = 0  # the first items: one token each, no drafts, of requests whose prompt is computed
         self.swap_outs: list[SwapOut] = []
         self.swap_ins: list[SwapIn] = []
         self.copies: list[BlockCopy] = []
@@ -94,6 +95,7 @@ class RankBuild:
             if save_tails and position % block_size == 0:
                 self.boundaries.append((sequence, position))
         self.budget -= sum(item.num_new_tokens for item in self.items) if draft_tokens else len(self.items)
+        self.num_decodes = 0 if draft_tokens else len(self.items)
 
     def limit(self, limits: StepLimits) -> None:
         """Before any prompt chunk: what the running requests leave to prompts and new requests."""
@@ -236,11 +238,6 @@ class RankBuild:
         if self._held_tokens is None:
             self._held_tokens = self.rank.num_held_tokens
         return self._held_tokens
-
-    @property
-    def only_decodes(self) -> bool:
-        """Every item is one token of a request whose prompt is computed."""
-        return not (self.config.draft_tokens or self.prompts or self.starts)
 
     def can_start(self) -> bool:
         return self.budget > 0 and bool(self.rank.free_slots)

@@ -33,15 +33,15 @@ from engine.core.waiting import WaitingQueue
 
 
 class Uncommitted(msgspec.Struct):
-    """A plan that was handed out, and whom its items, tail saves and pinned tails belong to. ``decodes``: of each rank, whether its items
-    are one token each of requests that decode."""
+    """A plan that was handed out, and whom its items, tail saves and pinned tails belong to. ``num_decodes``: of each rank, how many of
+    the first items are one token of a request that decodes."""
 
     plan: StepPlan
     num_tokens: int
     sequences: list[list[Sequence]]
     tail_saves: list[list[tuple[Sequence, int, int]]]
     pins: list[list[int]]
-    decodes: list[bool]
+    num_decodes: list[int]
 
 
 class Scheduler:
@@ -229,7 +229,7 @@ class Scheduler:
         num_tokens = sum(build.num_tokens for build in builds)
         sequences, saves = [build.sequences for build in builds], [saves for _, saves in finished]
         self.uncommitted.append(
-            Uncommitted(plan, num_tokens, sequences, saves, [build.pins for build in builds], [build.only_decodes for build in builds])
+            Uncommitted(plan, num_tokens, sequences, saves, [build.pins for build in builds], [build.num_decodes for build in builds])
         )
         self.events.append(StepPlanned(now_s, plan.step, num_items, num_tokens, num_running, self.num_waiting))
         return plan, gave_back
@@ -257,9 +257,10 @@ class Scheduler:
             raise InvariantError(f"the result of step {result.step} ({len(result.ranks)} ranks) is not of step {plan.step}")
         record = self.uncommitted.popleft()
         before = self.num_output_tokens
-        for rank_plan, rank_result, sequences, decodes in zip(plan.ranks, result.ranks, record.sequences, record.decodes, strict=True):
-            if not (decodes and self._commit_decodes(rank_result.items, sequences, now_s)):
-                self._commit_rank(rank_plan, rank_result, sequences, now_s)
+        for rank_plan, rank_result, sequences, count in zip(plan.ranks, result.ranks, record.sequences, record.num_decodes, strict=True):
+            done = count if count and self._commit_decodes(rank_result.items[:count], sequences[:count], now_s) else 0
+            if done < len(sequences) or done < len(rank_result.items):
+                self._commit_rank(rank_plan, rank_result, sequences, done, now_s)
         self._settle_tails(record, attach=True)
         verified, drafts, accepted = self._verifications(plan, result) if self.config.draft_tokens else (0, (), ())
         self.events.append(
@@ -289,13 +290,14 @@ class Scheduler:
         drafts = tuple(sum(proposed > position for proposed, _ in pairs) for position in positions)
         return len(pairs), drafts, tuple(sum(accepted > position for _, accepted in pairs) for position in positions)
 
-    def _commit_rank(self, plan: RankPlan, result: RankResult, sequences: list[Sequence], now_s: float) -> None:
+    def _commit_rank(self, plan: RankPlan, result: RankResult, sequences: list[Sequence], begin: int, now_s: float) -> None:
+        """From item ``begin`` on; all before it emit."""
         items, results = plan.items, result.items
-        next_result = 0
+        next_result = begin
         events = self.events
         running, finished = State.RUNNING, State.FINISHED
-        for index, sequence in enumerate(sequences):
-            item = items[index]
+        for index in range(begin, len(sequences)):
+            item, sequence = items[index], sequences[index]
             outcome: ItemResult | None = None
             if item.emits:
                 if next_result >= len(results):

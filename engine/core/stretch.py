@@ -118,7 +118,7 @@ class Stretch:
                     [list(rank.running) for rank in scheduler.ranks],
                     [saves for _, saves in plans],
                     [[] for _ in scheduler.ranks],
-                    [True] * len(plans),
+                    [len(rank.running) for rank in scheduler.ranks],
                 )
             )
         requests = tuple(sequence.id for rank in scheduler.ranks for sequence in rank.running)
