@@ -346,10 +346,11 @@ class Scheduler:
         emit = self.events.append
         for outcome, sequence in zip(results, sequences, strict=True):
             new, tokens = outcome.tokens, sequence.tokens
-            tokens.extend(new)
+            token = new[0]
+            tokens.append(token)
             sequence.num_computed += 1
             emit(TokensEmitted(now_s, outcome.request, new, outcome.logprobs))
-            if len(tokens) >= sequence.limit or new[0] in sequence.stop_ids:
+            if token in sequence.stop_ids or len(tokens) >= sequence.limit:
                 self._finish_if_done(sequence, now_s)
         self.num_output_tokens += len(results)
         return True
