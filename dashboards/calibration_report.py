@@ -26,6 +26,8 @@ def calibration_report(summary: Mapping[str, Any], held_out: Sequence[Row]) -> s
     machine = summary["machine"]
     title = f"Calibration of {', '.join(model['model'] for model in summary['models'])}, {summary['made'][:10]}"
     where = f"{machine['cpu']}, {machine['num_cores']} cores, torch {machine['torch']}, Python {machine['python']}, {machine['system']}."
+    if not machine["python"]:  # fitted on what was measured elsewhere
+        where = f"{machine['cpu']}; fitted on measurements made there."
     header = f"<h1>{escape(title)}</h1>\n<p>{escape(where)}</p>\n{_components(summary)}"
     charts = _charts(summary, held_out[:MAX_POINTS])
     return page(title, "\n".join([header, *(chart(f"chart-{number}", *one) for number, one in enumerate(charts))]))

@@ -179,6 +179,8 @@ def test_forwards_of_a_known_machine_are_predicted(spec: ModelSpec, tmp_path: Pa
     found = store.load(out)
     assert found.probe is None
     assert "gb300, vllm 0.30.0" in found.machine.cpu
+    assert run(capsys, "calibrate", "report", str(out), "--out", str(tmp_path / "page.html"))[0] == 0
+    assert "gb300, vllm 0.30.0; fitted on measurements made there." in (tmp_path / "page.html").read_text(encoding="utf-8")
     cost = CalibratedCost(found.models[0], spec, Layout(tp=2))
     errors = []
     for row in unseen:
