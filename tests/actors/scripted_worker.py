@@ -42,6 +42,8 @@ class Script(msgspec.Struct, frozen=True):
     error_token: int | None = None  # requests with this prompt token fail at their first token
     prepared_file: str = ""  # grammars announced, one a line
     accepted: tuple[int, ...] = (0,)  # drafts, in turn by position
+    components: tuple[tuple[str, float], ...] = (("other", 0.25),)  # seconds reported of each step
+    timed_components: tuple[tuple[str, float], ...] = ()  # of a step that is to be timed
 
 
 class ScriptedRunner:
@@ -112,7 +114,7 @@ class ScriptedRunner:
         return before
 
     def take_components(self) -> tuple[tuple[str, float], ...]:
-        return (("other", 0.25),)
+        return self.script.components if self.timer is None else self.script.timed_components
 
     def close(self) -> None:
         while self.script.hang_at_close:
