@@ -26,6 +26,7 @@ from engine.core.sampling import SamplingParams
 class Script(msgspec.Struct, frozen=True):
     tokens: tuple[int, ...] = (7,)
     step_s: float = 0.0
+    token_s: float = 0.0  # more, for each token of the rank with most: ranks that exchange experts wait for it
     vocab_size: int = 1000
     start_s: float = 0.0
     start_error: str = ""  # a ConfigError
@@ -88,7 +89,8 @@ class ScriptedRunner:
         self._fault(step)
         script = self.script
         if script.step_s:
-            time.sleep(script.step_s)
+            most_tokens = plan.num_tokens if peers is None else max(peers.num_tokens)
+            time.sleep(script.step_s + script.token_s * most_tokens)
         items = []
         for item in plan.items:
             params = self._params[item.request]
