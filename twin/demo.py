@@ -76,6 +76,11 @@ def _run(arguments: argparse.Namespace, read_spec: Callable[[str], ModelSpec], r
     _require_libraries()
     batches = _checked(arguments)
     spec = read_spec(arguments.model)
+    if arguments.context + arguments.new_tokens > spec.max_positions:
+        raise ConfigError(
+            f"--context {arguments.context} and --new-tokens {arguments.new_tokens} exceed the {spec.max_positions} tokens"
+            " a request may have"
+        )
     layouts = _layouts(arguments.layout, spec)
     if len(layouts) * len(batches) > MAX_POINTS:
         raise ConfigError(f"{len(layouts)} layouts of {len(batches)} batch sizes; allowed: at most {MAX_POINTS} points")
@@ -190,17 +195,18 @@ def _run_rounds(
         still = len(layouts) - len({point.prediction.question["layout"] for point in rounds[0]}) if number == 0 else 1
         share_s = (end_s - _END_S - time.monotonic()) / still - _START_S
         points = _predicted(arguments, spec, calibration, layout, batches)
-        chosen = affordable(points, share_s)
-        rounds[number] += points if number == 0 else chosen
+        chosen = affordable(points, share_s) or (points[:1] if number == 0 else [])  # of each layout something, even if it gets late
+        written = points if number == 0 else chosen
+        rounds[number] += written
+        ledger.append([point.prediction for point in written])
         if not chosen:
             _say(f"{layout}: {'not run' if number == 0 else 'not run once more'}, the budget is spent")
             continue
         for point in chosen:
             within = f"{point.expected.low * 1e3:.2f} to {point.expected.high * 1e3:.2f}"
             _say(f"{layout}, batch {point.load[0]}: {point.expected.value * 1e3:.2f} ms a step expected ({within}){', again' * number}")
-        ledger.append([point.prediction for point in chosen])
         loads = [point.load for point in chosen]
-        runs = run_steps(arguments.model, layout, loads, budget_s=share_s, draft_tokens=0, load_format="auto", dtype=dtype)
+        runs = run_steps(arguments.model, layout, loads, budget_s=max(share_s, 1.0), draft_tokens=0, load_format="auto", dtype=dtype)
         _write_down(chosen, runs, probe_now(calibration)[1], ledger)
     return rounds
 
