@@ -33,6 +33,7 @@ _MAX_SAMPLES = 60
 _MANY_TOKENS = 64  # from here on a step's time goes by its tokens
 _FIRST_ROUND_SHARE = 0.4  # of the time; what it has not come to by then is left out, so that the rest is measured more than once
 _MIN_SHAPES = 16
+_MAX_OVERTIME = 3.0  # times the time given, until there are so many: on a busy machine, a late fit rather than none
 _GATHERED_TOKENS, _GATHERS = 512, 15
 _EXIT_TIMEOUT_S = 10.0
 COLLECTIVE_SIZES = (8, 256, 1024, 4096, 16384, 65536, 262144, 1 << 20, 4 << 20)
@@ -222,8 +223,9 @@ def measure_ranks(
             is_first = not known
             for shape in order:
                 spent_s = time.monotonic() - begin_s
-                left_s = budget_s - spent_s
-                if left_s <= 0 or (is_first and spent_s > budget_s * _FIRST_ROUND_SHARE and len(known) >= _MIN_SHAPES):
+                is_short = is_first and len(known) < _MIN_SHAPES
+                left_s = (_MAX_OVERTIME if is_short else 1.0) * budget_s - spent_s
+                if left_s <= 0 or (is_first and not is_short and spent_s > budget_s * _FIRST_ROUND_SHARE):
                     break
                 if _is_too_long(shape, per_token_s, left_s):
                     continue

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -84,6 +86,26 @@ def test_a_campaign_keeps_its_points_and_goes_on_from_them(tmp_path: Path) -> No
     assert again.points == points.points
     again.add(point)
     assert len(again.total(point).forward_s) == 2 * len(point.forward_s)
+
+
+@pytest.mark.parametrize(("shape_s", "num_measured"), [(0.1, 40), (1.0, 16), (1.5, 16), (5.0, 6)])
+def test_a_busy_machine_measures_late_what_a_fit_needs(monkeypatch: pytest.MonkeyPatch, shape_s: float, num_measured: int) -> None:
+    """Ten seconds for forty shapes: all where they are quick, sixteen where they are slow, and never past three times the time."""
+    now_s = 0.0
+
+    def measure(_processes: object, model: str, job: Job, neighbours: int, shape: Shape, *_: int) -> Point:
+        nonlocal now_s
+        now_s += shape_s
+        return Point(model, job.layout, len(job.cores), neighbours, shape, (shape_s,), {"other": shape_s})
+
+    monkeypatch.setattr("calibration.campaign.time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr("calibration.campaign.measurers", nullcontext)
+    monkeypatch.setattr("calibration.campaign.run_probe", lambda: Probe(1.0, 1.0, 1.0))
+    monkeypatch.setattr("calibration.campaign._measure", measure)
+    points = PointFile(None)
+    wanted = [Shape(((length, 1),)) for length in range(16, 56)]
+    measure_ranks([job_of(synthetic.tiny(), "tp1dp1ep1")], "tiny-v41", wanted, 10.0, points, [], lambda *_: None)
+    assert [point.shape for point in points.points.values()] == wanted[:num_measured]
 
 
 def test_points_of_a_shape_are_merged_by_their_samples() -> None:
