@@ -201,7 +201,7 @@ def measure(
     run_probes: list[Probe] = []
     if run_steps is not None:
         share_s = budget_s * _STEP_SHARE / len(whole)
-        loads = affordable(whole_loads(max_batch, max_context), list(kept.points.values()), share_s / 10)
+        loads = affordable(whole_loads(max_batch, min(max_context, target.spec.max_positions)), list(kept.points.values()), share_s / 10)
         for layout in whole:
             begin_s, probes = time.monotonic(), [run_probe()]
             found = run_steps(

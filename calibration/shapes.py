@@ -112,7 +112,7 @@ def shapes(
     Corners come first, so that the range is covered whatever the budget; the rest fills it evenly (a low-discrepancy sequence).
     """
     draw = random.Random(seed)
-    context = min(max_context, spec.max_positions - 1 - draft_tokens)
+    context = min(max_context, max(1, spec.max_positions - 1 - draft_tokens - MARGIN))
     decode = _decodes(count - count // 2, max_batch, context, draft_tokens, draw)
     prompts = [
         *_prompts(count // 4, max_batch, context, max_tokens),

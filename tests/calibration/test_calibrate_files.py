@@ -19,7 +19,7 @@ from calibration.features import table_of_plans
 from calibration.next_points import suggestions
 from calibration.predict import Question, predict_point
 from calibration.probe import Probe, factors, median_probe, run_probe
-from calibration.shapes import MAX_CACHED_TOKENS, cache_for, shapes
+from calibration.shapes import MARGIN, MAX_CACHED_TOKENS, cache_for, shapes
 from calibration.steady import Load, closed_loop, reduced
 from dashboards.calibration_report import calibration_report
 from engine.core.acceptance import acceptance_probabilities
@@ -159,6 +159,14 @@ def test_shapes_cover_the_range_and_fit_the_cache(model: str) -> None:
         assert shape.num_tokens <= cache.max_batched_tokens
         assert len(shape.items) <= cache.max_running
     assert found == shapes(spec, 80, max_batch=32, max_context=1000, max_tokens=2048, draft_tokens=0)
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_the_longest_shape_has_room_to_advance_in(drafts: int) -> None:
+    spec = synthetic.tiny()
+    found = shapes(spec, 80, max_batch=2, max_context=1 << 20, max_tokens=2048, draft_tokens=drafts)
+    longest = max(computed + new for shape in found for computed, new in shape.items)
+    assert longest + MARGIN == spec.max_positions
 
 
 def test_drafts_are_part_of_the_shapes() -> None:
