@@ -95,7 +95,7 @@ _EXPERT_BALANCE = (
 )
 
 _PREDICT = """Step time, commit to commit, of what bench steps would measure with the same --layout, --batch-sizes, --context,
---new-tokens and --method: the median over whole steps. lo_s and hi_s bound 90 %% of such measurements."""
+--new-tokens and --method: the median over whole steps. lo_s and hi_s bound 90 % of such measurements."""
 
 
 def _calibrate(arguments: argparse.Namespace, read_spec: Callable[[str], ModelSpec], run_steps: RunSteps, draw_report: DrawReport) -> int:

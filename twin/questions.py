@@ -99,7 +99,7 @@ def _cost(options: Resolved, model: str, spec: ModelSpec) -> tuple[Union[GivenCo
     given = [flag for flag in ("calibration", "system", "step_cost") if options[flag]]
     if len(given) != 1:
         raise ConfigError(
-            "where step times come from: give one of --calibration FILE (what twinfer calibrate wrote) and --step-cost S,S/TOKEN"
+            "where step times come from: give one of --calibration FILE (what twinfer calibrate wrote) and --step-cost A[,B[,C]]"
         )
     if options["system"]:
         raise ConfigError(f"--system {options['system']}: published systems are not in this release; calibrate one and use --calibration")

@@ -134,5 +134,5 @@ def slo(options: Resolved, goodput: list[str]) -> Slo | None:
 def _parts(name: str, text: str) -> list[str]:
     parts = [part.strip() for part in text.split(",")]
     if len(text) > MAX_LIST_CHARS or len(parts) > MAX_POINTS or not all(parts):
-        raise ConfigError(f"--{name} is {text[:60]!r}; needed: at most {MAX_POINTS} values, separated by commas")
+        raise ConfigError(f"--{name} is {text[:60]!r}; needed: 1 to {MAX_POINTS} values, separated by commas")
     return parts

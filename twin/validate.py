@@ -107,7 +107,7 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser], *, p
     parser = commands.add_parser(
         "validate",
         help="the same workload through engine and twin",
-        description=__doc__.replace("%", "%%"),
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help="a model, as for generate")
@@ -208,7 +208,7 @@ def _share(part: str) -> float:
 def _parts(name: str, text: str) -> list[str]:
     parts = [part.strip() for part in text.split(",")]
     if len(parts) > MAX_LOADS or not all(0 < len(part) <= 40 for part in parts):
-        raise ConfigError(f"--{name} is {text[:60]!r}; needed: at most {MAX_LOADS} values, separated by commas")
+        raise ConfigError(f"--{name} is {text[:60]!r}; needed: 1 to {MAX_LOADS} values, separated by commas")
     return parts
 
 
