@@ -48,7 +48,7 @@ WORKER_MODULE = "engine.actors.worker_main"
 LoadProgress = Callable[[str, int, int], None]
 # After its channel ended a process is at its own exit; after SIGKILL only the kernel is. Both take milliseconds.
 _REAP_TIMEOUT_S = 5.0
-# A profile is written at the end: some seconds for a large model.
+# A profile is put together and written at its end: seconds in which the worker's interpreter answers nobody.
 _RECORD_TIMEOUT_S = 60.0
 _LATE_RESULT_S = 0.1
 # When a collective fails on one rank: until its peers have failed in it too, or said what happened to them.
@@ -211,6 +211,8 @@ class Worker(RankWorker):
         """
         interval_s = self._supervision.heartbeat_interval_s
         timeout_s = self._supervision.heartbeat_timeout_s
+        record = self.config.record
+        patience_s = timeout_s if record is None or record.mode != "profile" else max(timeout_s, _RECORD_TIMEOUT_S)
         number = 0
         while True:
             number += 1
@@ -230,8 +232,9 @@ class Worker(RankWorker):
             self._missed_beats += 1
             if self._missed_beats >= 2 and is_stopped(self.pid):
                 raise self._give_up(f"is stopped: {self._missed_beats} heartbeats of {interval_s:g} s missed")
-            if self._missed_beats * interval_s >= timeout_s:
-                raise self._give_up(f"gave no heartbeat for heartbeat_timeout_s = {timeout_s:g}")
+            if self._missed_beats * interval_s >= patience_s:
+                limit = "heartbeat_timeout_s =" if patience_s == timeout_s else "the time that writing a profile may take,"
+                raise self._give_up(f"gave no heartbeat for {limit} {patience_s:g}")
 
     async def stop(self, *, graceful: bool) -> None:
         """Shutdown -> bounded wait -> SIGKILL -> reap. Runs to its end under cancellation; never raises for a dead worker."""

@@ -9,14 +9,15 @@ import signal
 import socket
 import struct
 import time
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 import pytest
 import trio
 from trio.testing import MockClock
 
 from engine.actors.channel import TrioChannel
-from engine.actors.config import SupervisionConfig
+from engine.actors.config import RecordConfig, SupervisionConfig
 from engine.actors.messages import Execute, Forget, HeartbeatCommand, HeartbeatReply, Ping, Register, WorkerReply
 from engine.actors.worker import Worker, open_workers
 from engine.core.errors import ConfigError, WorkerError
@@ -216,17 +217,17 @@ async def test_cancel_at_any_moment_of_the_start_leaves_no_process() -> None:
 class _Beating(Worker):
     """A worker whose heartbeat channel is in the test's hands."""
 
-    def __init__(self, supervision: SupervisionConfig) -> None:
-        super().__init__(worker_config(Script()), supervision, MODULE)
+    def __init__(self, supervision: SupervisionConfig, record: RecordConfig | None = None) -> None:
+        super().__init__(msgspec.structs.replace(worker_config(Script()), record=record), supervision, MODULE)
         ours, theirs = socket.socketpair()
         self._heartbeat.close()
         self._heartbeat = TrioChannel(ours, HeartbeatReply)
         self.other: TrioChannel[HeartbeatReply, HeartbeatCommand] = TrioChannel(theirs, HeartbeatCommand)
 
 
-async def beat(script: Any, supervision: SupervisionConfig) -> str:
+async def beat(script: Any, supervision: SupervisionConfig, record: RecordConfig | None = None) -> str:
     """Run the heartbeat against ``script(worker)`` and give what it raised."""
-    worker = _Beating(supervision)
+    worker = _Beating(supervision, record)
     message = ""
     begin_s = trio.current_time()
     async with trio.open_nursery() as nursery:
@@ -251,6 +252,14 @@ async def test_silence_is_bounded(autojump_clock: MockClock) -> None:
         del worker
 
     assert await beat(silent, SLOW) == "worker-0: gave no heartbeat for heartbeat_timeout_s = 10; killed after 10 s"
+
+
+@pytest.mark.parametrize(("mode", "seconds"), [("profile", 60), ("timers", 10)])
+async def test_a_profile_takes_its_time_to_be_written(mode: Literal["profile", "timers"], seconds: int, autojump_clock: MockClock) -> None:
+    async def silent(worker: _Beating) -> None:
+        del worker
+
+    assert (await beat(silent, SLOW, RecordConfig("unused", mode))).endswith(f"after {seconds} s")
 
 
 async def test_late_answers_are_no_death(autojump_clock: MockClock) -> None:
