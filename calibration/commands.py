@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -114,6 +115,7 @@ def _run(arguments: argparse.Namespace, read_spec: Callable[[str], ModelSpec], r
 
     if arguments.out is None:
         raise ConfigError("--out is missing: the file to write the calibration to")
+    _require_writable(arguments.out)
     if arguments.source:
         return _fit_sources(arguments, read_spec)
     _require_engine()
@@ -268,6 +270,7 @@ def _report(arguments: argparse.Namespace, draw_report: DrawReport) -> int:
 
     if arguments.file is None or arguments.out is None:
         raise ConfigError("calibrate report needs the calibration and the page: twinfer calibrate report FILE --out report.html")
+    _require_writable(arguments.out)
     calibration = store.load(arguments.file)
     held_out, models = store.load_held_out(arguments.file)
     rows = [{"model": model, **_fields(entry)} for model, entry in zip(models, held_out, strict=True)]
@@ -324,6 +327,11 @@ def _predict(arguments: argparse.Namespace, read_spec: Callable[[str], ModelSpec
     batches = parse_batches(arguments.batch_sizes)
     calibration = store.load(arguments.calibration)
     spec = read_spec(arguments.model)
+    if arguments.context + arguments.new_tokens > spec.max_positions:
+        raise ConfigError(
+            f"--context {arguments.context} and --new-tokens {arguments.new_tokens} exceed the {spec.max_positions} tokens"
+            " a request may have"
+        )
     fit = calibration.model(arguments.model, _hash(spec))
     here = store.this_machine()
     same = here.host == calibration.machine.host
@@ -366,6 +374,17 @@ def parse_batches(text: str) -> list[int]:
     if len(parts) > 256 or not all(part.isdecimal() and len(part) <= 5 and 1 <= int(part) <= MAX_BATCH for part in parts):
         raise ConfigError(f"--batch-sizes is {text[:80]!r}; needed: integers from 1 to {MAX_BATCH}, separated by commas")
     return [int(part) for part in parts]
+
+
+def _require_writable(path: Path) -> None:
+    """Before minutes are spent. Raises ConfigError."""
+    if path.is_dir():
+        raise ConfigError(f"--out {path} cannot be written: it is a folder")
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            return
+    except OSError as problem:
+        raise ConfigError(f"--out {path} cannot be written: {problem.strerror}") from None
 
 
 def _bounds(flag: str, value: int, low: int, high: int) -> None:

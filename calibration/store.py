@@ -13,6 +13,7 @@ import io
 import os
 import platform
 import zipfile
+import zlib
 from pathlib import Path
 
 import msgspec
@@ -196,5 +197,5 @@ def _members(path: Path) -> tuple[bytes, bytes]:
             return archive.read(_JSON), archive.read(_POINTS)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
-    except (zipfile.BadZipFile, RuntimeError, EOFError, NotImplementedError) as error:
+    except (zipfile.BadZipFile, zlib.error, RuntimeError, EOFError, NotImplementedError) as error:
         raise ConfigError(f"{path} is no calibration (a zip archive of {_JSON} and {_POINTS}): {error}") from None

@@ -111,7 +111,10 @@ def test_what_is_no_calibration_is_refused(written: Path, tmp_path: Path) -> Non
     text.write_text("no archive")
     cut = tmp_path / "cut.cal"
     cut.write_bytes(written.read_bytes()[:-200])
-    for path in (text, cut, rewritten(written, tmp_path / "one.cal", members=("calibration.json",)), tmp_path / "absent.cal"):
+    damaged = tmp_path / "damaged.cal"
+    archive = written.read_bytes()
+    damaged.write_bytes(archive[:60] + bytes(byte ^ 0x55 for byte in archive[60:300]) + archive[300:])
+    for path in (text, cut, damaged, rewritten(written, tmp_path / "one.cal", members=("calibration.json",)), tmp_path / "absent.cal"):
         with pytest.raises(ConfigError, match=path.name):
             store.load(path)
     with pytest.raises(ConfigError, match="other files"):
@@ -311,6 +314,7 @@ def test_the_probe_is_run_unless_switched_off(written: Path, capsys: pytest.Capt
         (("--acceptance", "1.0"), "--acceptance: acceptance is 1; needed: a mean from 0 to the draft tokens = 0"),
         (("--draft-tokens", "3"), "calibrated with 0 draft tokens"),
         (("--context", "0"), "--context is 0"),
+        (("--context", "4090"), "--context 4090 and --new-tokens 32 exceed the 4096 tokens a request may have"),
         (("--expert-balance", "zipf:-1"), "--expert-balance is 'zipf:-1'"),
         (("--expert-balance", "measured:/nowhere/at/all"), "no such file"),
         (("--model", "v41-100m"), "is not in the calibration"),
@@ -337,6 +341,8 @@ def test_a_system_of_the_catalogue_is_refused_for_now(capsys: pytest.CaptureFixt
     [
         ((), "--out is missing"),
         (("--out", "x.cal", "--budget", "1"), "needed: 20 to 3600"),
+        (("--out", "no_folder/x.cal"), "--out no_folder/x.cal cannot be written: No such file"),
+        (("--out", "."), "--out . cannot be written: it is a folder"),
         (("--out", "x.cal", "--from", "aic:gb300/sglang"), "--from needs --model once"),
         (("--out", "x.cal", "--draft-tokens", "9"), "drafts at most 5"),
         (("report",), "needs the calibration and the page"),
