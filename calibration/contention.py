@@ -58,12 +58,11 @@ def gather_seconds(bytes_of_rank: Array, ranks_per_host: int, memory: HostMemory
     """[N] until every rank has its rows; ``bytes_of_rank`` [N, W] of the world's ranks, of which each ``ranks_per_host`` share a host."""
     if ranks_per_host < 1:
         raise ConfigError(f"ranks per host are {ranks_per_host}; needed: 1 or more")
-    steps, ranks = bytes_of_rank.shape
-    hosts = -(-ranks // ranks_per_host)
-    padded = np.zeros((steps, hosts * ranks_per_host))
-    padded[:, :ranks] = bytes_of_rank
-    of_host = padded.reshape(steps, hosts, ranks_per_host).sum(axis=2)
-    return np.asarray(np.maximum(bytes_of_rank.max(axis=1) / memory.rank_bytes_per_s, of_host.max(axis=1) / memory.host_bytes_per_s))
+    seconds: Array = bytes_of_rank.max(axis=1) / memory.rank_bytes_per_s
+    for first in range(0, bytes_of_rank.shape[1], ranks_per_host):
+        of_host = bytes_of_rank[:, first : first + ranks_per_host].sum(axis=1)
+        seconds = np.maximum(seconds, of_host / memory.host_bytes_per_s)
+    return seconds
 
 
 def waited_seconds(gather_s: Array, hidden_s: Array) -> Array:

@@ -21,6 +21,7 @@ from calibration.features import Array, FeatureTable, table_of_plans, uniform_st
 from calibration.fit import column_names
 from calibration.floors import LAUNCH, Messages, Resource, Term, messages, terms
 from calibration.imbalance import BALANCED, ExpertBalance, ExpertLoads, expert_loads
+from calibration.single_price import MAX_RANKS, SinglePrice
 from engine.core.errors import DomainError
 from engine.core.layout import Layout, parse_layout
 from engine.core.plan import StepPlan
@@ -177,6 +178,7 @@ class CalibratedCost:
         self.loads = self._expert_loads(expert_balance, rebalanced=expert_rebalancing)
         self.host_memory = fit.host_memory or host_memory
         self.ranks_per_host = ranks_per_host or min(ranks, fit.num_cores)
+        self._single: SinglePrice | None = None
 
     def _nearest_rank(self) -> tuple[RankFit, bool]:
         alike = [rank for rank in self.fit.ranks if (rank.cores, rank.busy_neighbours) == (self.cores, self.busy)]
@@ -224,6 +226,9 @@ class CalibratedCost:
         )  # fmt: skip
 
     def price(self, plan: StepPlan) -> StepPrice:
+        if len(plan.ranks) == self.layout.dp <= MAX_RANKS:
+            self._single = self._single or SinglePrice(self.price_table, self.spec, self.layout.dp)
+            return self._single.price(plan)
         priced = self.price_table(table_of_plans([plan], self.spec))
         return StepPrice(
             step_s=float(priced.step_s[0]),
@@ -393,7 +398,7 @@ def evaluate(work: Sequence[Term], fit: ComponentFit) -> Array:
     if column_names(work) != fit.columns:
         raise DomainError("the calibration was fitted by other terms than this release's; calibrate anew")
     coefficients = iter(fit.coefficients)
-    seconds = np.zeros(np.shape(work[0].count))
+    seconds = np.zeros_like(work[0].count, order="C")
     for term in work:
         rate = next(coefficients)
         if rate:
@@ -415,7 +420,8 @@ def message_seconds(fit: CollectiveFit, message: Messages, num_ranks: int) -> Ar
     beyond = np.maximum(0.0, wanted - sizes[-1])  # at the rate of the last size: as many times the bytes, as many times the seconds
     one = np.exp(np.interp(wanted, sizes, seconds) + beyond)
     grown = max(1.0, (num_ranks - 1) / max(1, fit.num_ranks - 1))
-    return np.asarray(calls * one * grown)
+    found: Array = calls * one * grown
+    return found
 
 
 def _distance(layout: str, other: Layout) -> tuple[float, ...]:

@@ -65,15 +65,15 @@ class FeatureTable:
 
 
 _FIELDS = [field.name for field in fields(FeatureTable)]
-_BY_RATIO = ("selected_pairs", "scanned_pairs")
+BY_RATIO = ("selected_pairs", "scanned_pairs")
 
 
 def table_of(steps: Sequence[Features]) -> FeatureTable:
     """Stack the features of several steps of as many ranks each."""
     if not steps:
         raise DomainError("no steps to make a table of")
-    plain = [name for name in _FIELDS if name not in _BY_RATIO]
-    ratios = {name: list(getattr(steps[0], name)) for name in _BY_RATIO}
+    plain = [name for name in _FIELDS if name not in BY_RATIO]
+    ratios = {name: list(getattr(steps[0], name)) for name in BY_RATIO}
     rows = [[getattr(step, name) for step in steps] for name in plain]
     rows += [[getattr(step, name)[ratio] for step in steps] for name, keys in ratios.items() for ratio in keys]
     stacked = iter(np.array(rows, dtype=np.float64))  # at once: an array costs more than what it holds of a step

@@ -182,9 +182,9 @@ class _V41:
                 written = written + table.tokens
         index_flops = 2 * spec.index_num_heads * spec.index_head_dim
         result: Terms = {}
-        if np.any(plain):
+        if 0 in spec.compress_ratios:
             result["attention.window"] = [self.launch, self._rows("rows", table.tokens, 1.0, "memory"), Term("pairs", plain, pair_flops)]
-        if np.any(sparse):
+        if any(spec.compress_ratios):
             result["attention.sparse"] = [self.launch, self._rows("rows", table.tokens, 1.0, "memory"), Term("pairs", sparse, pair_flops)]
         if any(spec.compress_ratios):
             result["indexer"] = [

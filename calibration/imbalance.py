@@ -187,7 +187,8 @@ def _interpolated(tokens: Array, values: Array, *, grows: bool) -> Array:
     inside = np.clip(tokens, 1.0, _TOKENS[-1])
     found = np.exp(np.interp(np.log(inside), np.log(_TOKENS), np.log(values)))
     factor = tokens / inside if grows else np.minimum(tokens, 1.0)
-    return np.asarray(found * factor)
+    scaled: Array = found * factor
+    return scaled
 
 
 @functools.lru_cache(maxsize=64)

@@ -40,15 +40,16 @@ class Features(msgspec.Struct):
     saved_tails: list[int]
 
 
-def features(plan: StepPlan, spec: ModelSpec) -> Features:
-    """Exact integer sums, in O(items)."""
+def features(plan: StepPlan, spec: ModelSpec, *, has_pairs: bool = True) -> Features:
+    """Exact integer sums, in O(items). Lists of pairs stay empty without ``has_pairs``: where nothing reads them, much is saved."""
     ratios = sorted({ratio for ratio in spec.compress_ratios if ratio}) if isinstance(spec, V41Spec) else []
     table = Features(
         [], [], [], [], [], [], [], [], [], [], [], {ratio: [] for ratio in ratios}, {ratio: [] for ratio in ratios}, [], [], [], []
     )  # fmt: skip
     for rank in plan.ranks:
         _add_rank(table, rank)
-        _add_pairs(table, rank, spec, ratios)
+        if has_pairs:
+            _add_pairs(table, rank, spec, ratios)
     return table
 
 
