@@ -54,7 +54,7 @@ ENGINE_OPTIONS: tuple[Option, ...] = (
     Option("load-format", str, "auto", "auto reads the checkpoint; random makes seeded weights of its shapes", choices=("auto", "random")),
     Option("random-seed", int, None, "seeds requests that bring no seed, and random weights; auto draws the former", low=0, high=2**63 - 1),
     Option("record-trace", str, "", "folder (new or empty) for a recording of steps: plans, component times, environment, and kernels with "
-           "--record-mode profile; twinfer trace import reads it. Begins after the warm-up"),
+           "--record-mode profile. twinfer trace import reads the latter, twinfer calibrate --from the times. Begins after the warm-up"),
     Option("record-mode", str, "profile", "profile: every kernel and operator, which slows the steps; timers: component times alone, cheap "
            "enough for service", choices=("profile", "timers")),
     Option("record-steps", int, None, "steps recorded; auto is 32 of profile, 2000 of timers", low=1, high=10000),
