@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import plotly.graph_objects as go
 
@@ -23,12 +24,7 @@ def steps_by_batch(rows: Sequence[Row]) -> go.Figure:
         figure.add_scatter(
             x=[row["batch"] for row in mine],
             y=[one["step_s"] * 1e3 for one in expected],
-            error_y={
-                "type": "data",
-                "symmetric": False,
-                "array": [(one["hi_s"] - one["step_s"]) * 1e3 for one in expected],
-                "arrayminus": [(one["step_s"] - one["lo_s"]) * 1e3 for one in expected],
-            },
+            error_y=_interval_ms(expected),
             mode="lines+markers",
             line={"color": colour, "dash": "dash"},
             marker={"color": colour, "symbol": "line-ew-open", "size": 12},
@@ -61,12 +57,7 @@ def parity(rows: Sequence[Row]) -> go.Figure:
         figure.add_scatter(
             x=[row["measured"]["step_s"] * 1e3 for row in mine],
             y=[one["step_s"] * 1e3 for one in expected],
-            error_y={
-                "type": "data",
-                "symmetric": False,
-                "array": [(one["hi_s"] - one["step_s"]) * 1e3 for one in expected],
-                "arrayminus": [(one["step_s"] - one["lo_s"]) * 1e3 for one in expected],
-            },
+            error_y=_interval_ms(expected),
             mode="markers",
             marker={"color": colour, "symbol": SYMBOLS[number % len(SYMBOLS)], "size": 8},
             name=layout,
@@ -152,3 +143,13 @@ def pairs(rows: Sequence[Row], label: str) -> go.Figure:
     figure.update_xaxes(type="log")
     figure.update_yaxes(type="log")
     return figure
+
+
+def _interval_ms(expected: Sequence[Row]) -> dict[str, Any]:
+    """Error bars of predictions: from ``lo_s`` to ``hi_s``, in milliseconds."""
+    return {
+        "type": "data",
+        "symmetric": False,
+        "array": [(one["hi_s"] - one["step_s"]) * 1e3 for one in expected],
+        "arrayminus": [(one["step_s"] - one["lo_s"]) * 1e3 for one in expected],
+    }
