@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import calibration.cli
 import calibration.commands
@@ -20,16 +20,20 @@ import twin.demo
 import twin.validate
 from engine.actors.config import EngineConfig
 from engine.cli import logs
-from engine.core.errors import ConfigError, RequestError, StoppedError, TwinferError
+from engine.core.errors import ConfigError, DomainError, RequestError, StoppedError, TwinferError
 from engine.core.specs import ModelSpec
 from engine.core.step_cost import StepCost
 from engine.options import Resolved
 from engine.version import VERSION
 from twin.validate import PlannedEngine
 
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
 EXIT_FAULT = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+_STDOUT = "standard output"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -123,6 +127,21 @@ def _run_steps(model: str, layout: str, loads: Sequence[tuple[int, int, int]], *
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the return value is the exit code. Errors meant for people are one line on stderr (or JSON with ``--json``)."""
     _open_standard_streams()
+    try:
+        try:
+            return _run_command(argv)
+        finally:
+            sys.stdout.flush()  # at its exit Python would say in three lines, and by a code of its own, what goes wrong with it
+    except OSError as error:
+        # The reader of our output has gone, or a disk is full; without this Python complains again while it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        if not isinstance(error, BrokenPipeError):
+            text = f"{_STDOUT} cannot be written: {error.strerror}" if error.filename == _STDOUT else str(error)
+            print(f"twinfer: {text}", file=sys.stderr)
+        return EXIT_FAULT
+
+
+def _run_command(argv: Sequence[str] | None) -> int:
     arguments = build_parser().parse_args(argv)
     level = getattr(arguments, "log_level", None) or os.environ.get("TWINFER_LOG_LEVEL", arguments.default_log_level)
     if level.upper() not in logging.getLevelNamesMapping():
@@ -134,18 +153,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("twinfer: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except (ConfigError, RequestError) as error:
+    except (ConfigError, DomainError, RequestError) as error:
         return _report(arguments, error, EXIT_USAGE)
     except StoppedError as error:
         return _report(arguments, error, error.exit_code)
     except TwinferError as error:
         return _report(arguments, error, EXIT_FAULT)
-    except OSError as error:
-        # The reader of our output has gone, or a disk is full; without this Python complains again while it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        if not isinstance(error, BrokenPipeError):
-            print(f"twinfer {arguments.command}: {error}", file=sys.stderr)
-        return EXIT_FAULT
+
+
+class _StandardOutput(io.FileIO):
+    """Descriptor 1; an error in writing to it has its name, which tells it from the errors of other files."""
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            error.filename = _STDOUT
+            raise
 
 
 def _open_standard_streams() -> None:
@@ -156,12 +180,13 @@ def _open_standard_streams() -> None:
         except OSError:
             # The lowest free number, which is this one; child processes have it too.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:
-            descriptor = open(1 if name == "stdout" else 2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
-            setattr(sys, name, descriptor)
-        elif isinstance(stream, io.TextIOWrapper):
+    if sys.stdout is None or sys.stdout is sys.__stdout__:  # else somebody has put something of their own there
+        named = io.BufferedWriter(_StandardOutput(1, "w", closefd=False))
+        sys.stdout = io.TextIOWrapper(named, "utf-8", "backslashreplace", line_buffering=os.isatty(1))
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
 
 

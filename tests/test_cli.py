@@ -144,13 +144,18 @@ def test_numbers_of_a_model_folder_are_bounded(
 
 
 def test_closed_or_full_standard_streams_are_no_traceback() -> None:
-    command = f"{sys.executable} -m twinfer check {ENGRAM}"
-    for redirection, code in ((">/dev/full", 1), (">&-", 0), ("2>&-", 0), ("<&-", 0)):
+    command = f"{sys.executable} -m twinfer"
+    for asked, redirection, code in (
+        *((f"check {ENGRAM}", redirection, code) for redirection, code in ((">/dev/full", 1), (">&-", 0), ("2>&-", 0), ("<&-", 0))),
+        ("predict --help", ">/dev/full", 1),
+    ):
         done = subprocess.run(
-            ["sh", "-c", f"{command} {redirection}"], capture_output=True, text=True, cwd=FIXTURES.parents[1], check=False
+            ["sh", "-c", f"{command} {asked} {redirection}"], capture_output=True, text=True, cwd=FIXTURES.parents[1], check=False
         )
         assert done.returncode == code, (redirection, done.stderr)
         assert "Traceback" not in done.stderr
+        if redirection == ">/dev/full":
+            assert done.stderr == "twinfer: standard output cannot be written: No space left on device\n"
 
 
 def test_check_and_show_agree_on_memory(capsys: pytest.CaptureFixture[str]) -> None:

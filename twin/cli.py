@@ -4,6 +4,7 @@ Prices of steps come from a calibration of this or another machine (--calibratio
 (--request-rate), from clients who wait (--concurrency), or from a file (--workload). Several layouts, rates or concurrencies, separated by
 commas, are a sweep: its JSON holds points[], each with the keys of a single simulation. Times are seconds, those of limits milliseconds.
 
+Exit code 1 where requests are refused and none of any point finishes, as of bench serve.
 Exit code 3 with --strict-slo [PERCENT] where fewer of a point's requests (default 99) are within the limits of --ttft, --tpot and
 --goodput.
 """
@@ -29,6 +30,7 @@ from twin.simulate_options import COST_OPTIONS, ENGINE_PART, SIMULATE_OPTIONS, T
 if TYPE_CHECKING:
     from engine.core.specs import ModelSpec
 
+EXIT_NOTHING_FINISHED = 1
 EXIT_SLO_NOT_MET = 3
 # (path of the page, facts, points, their details): drawn by the dashboards.
 DrawReport = Callable[[Path, Mapping[str, Any], Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], None]
@@ -103,12 +105,27 @@ def _run(arguments: argparse.Namespace, read_spec: Callable[[str], ModelSpec], d
 
 
 def _exit_code(points: Sequence[Mapping[str, Any]], strict_share: float | None) -> int:
+    idle = [point for point in points if not point["finished"]]
+    for point in idle:
+        _say(f"{point['name']}: none of the {point['requests']:,} requests finished: {_why_idle(point)}")
+    if len(idle) == len(points) and any(point["rejected"] for point in points):  # clients who leave do what they were asked to
+        return EXIT_NOTHING_FINISHED
     if strict_share is None:
         return 0
     missed = [point for point in points if (point["goodput_share"] or 0.0) < strict_share]
     for point in missed:
         _say(f"{point['name']}: {point['goodput_share'] or 0.0:.2%} of the requests are within the limits; needed: {strict_share:.2%}")
     return EXIT_SLO_NOT_MET if missed else 0
+
+
+def _why_idle(point: Mapping[str, Any]) -> str:
+    """What became of the requests of a point, as none finished."""
+    ended = []
+    if point["rejected"]:
+        ended.append(f"{point['rejected']:,} were refused")
+    if point["cancelled"]:
+        ended.append(f"{point['cancelled']:,} were left by their clients before their last token (--cancel-share, --cancel-after)")
+    return ", ".join(ended) or "the workload holds none"
 
 
 def _check_outputs(arguments: argparse.Namespace) -> None:

@@ -117,6 +117,8 @@ def run(arguments: argparse.Namespace, write_report: ReportWriter | None) -> int
 
 
 def _exit_code(summary: ServeSummary, strict_share: float | None) -> int:
+    if not summary.finished:
+        log(f"twinfer bench: none of the {summary.requests} requests finished: {summary.failed} failed, {summary.cancelled} were cancelled")
     faults = sum(number for kind, number in summary.errors.items() if not kind.startswith(NOT_A_SERVER_FAULT))
     if faults or (summary.failed and not summary.finished):
         return EXIT_FAULT

@@ -3,7 +3,8 @@
 RequestError    the client's (an HTTP 4xx): a bad value in a request.
 CapacityError   the load's (429 / 503): try again later or elsewhere.
 ConfigError     the operator's, raised at start: flags, model folders, layouts.
-DomainError     a model was asked outside the range it knows.
+DomainError     a model was asked outside the range it knows: the question's, like a ConfigError.
+OutputError     a file that was asked for could not be written (a full disk): the machine's, found out after the work.
 WorkerError     a worker process died, hung or raised; names the worker.
 CollectiveError a rank waited in vain for its peers: one of them is at fault.
 GenerationError one request could not go on (unusable logits, a grammar that came to a dead end); the others are not affected.
@@ -41,6 +42,10 @@ class ConfigError(TwinferError):
 
 class DomainError(TwinferError):
     """A prediction was asked for outside the range its model covers."""
+
+
+class OutputError(TwinferError):
+    """An output could not be written to its end. What stood under its name before still does."""
 
 
 class WorkerError(TwinferError):

@@ -56,27 +56,30 @@ async def test_tokenize_and_back() -> None:
 
 
 async def test_what_tokenize_refuses() -> None:
-    cases: list[tuple[str, object, int, str]] = [
-        ("/tokenize", {}, 400, "prompt and messages"),
-        ("/tokenize", {"prompt": "a", "messages": []}, 400, "prompt and messages"),
-        ("/tokenize", {"messages": []}, 400, "messages is empty"),
-        ("/tokenize", {"prompt": 5}, 400, "$.prompt"),
-        ("/tokenize", [], 400, "object"),
-        ("/tokenize", {"prompt": "a", "model": "other"}, 404, "'other'"),
-        ("/detokenize", {"tokens": [-1]}, 400, "-1; allowed: integers from 0 to 999"),
-        ("/detokenize", {"tokens": [1000]}, 400, "0 to 999"),
-        ("/detokenize", {"tokens": [10**30]}, 400, "tokens"),
-        ("/detokenize", {"tokens": [True]}, 400, "tokens"),
-        ("/detokenize", {"tokens": [1] * 201}, 400, "at most 200"),
-        ("/detokenize", {"tokens": "abc"}, 400, "tokens"),
-        ("/detokenize", {}, 400, "tokens"),
+    cases: list[tuple[str, object, int, str, str | None]] = [
+        ("/tokenize", {}, 400, "prompt and messages", "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": []}, 400, "prompt and messages", "prompt"),
+        ("/tokenize", {"messages": []}, 400, "messages is empty", "messages"),
+        ("/tokenize", {"messages": ["a"]}, 400, "expected `object`", "messages[0]"),
+        ("/tokenize", {"prompt": 5}, 400, "prompt: expected `str | null`", "prompt"),
+        ("/tokenize", {"prompt": "a", "return_token_strs": 1}, 400, "expected `bool`", "return_token_strs"),
+        ("/tokenize", [], 400, "object", None),
+        ("/tokenize", {"prompt": "a", "model": "other"}, 404, "'other'", "model"),
+        ("/detokenize", {"tokens": [-1]}, 400, "-1; allowed: integers from 0 to 999", "tokens"),
+        ("/detokenize", {"tokens": [1000]}, 400, "0 to 999", "tokens"),
+        ("/detokenize", {"tokens": [10**30]}, 400, "tokens", "tokens"),
+        ("/detokenize", {"tokens": [True]}, 400, "tokens", "tokens[0]"),
+        ("/detokenize", {"tokens": [1] * 201}, 400, "at most 200", "tokens"),
+        ("/detokenize", {"tokens": "abc"}, 400, "tokens", "tokens"),
+        ("/detokenize", {}, 400, "tokens", "tokens"),
     ]
     async with open_server(chat_format=Shouting()) as server:
-        for path, body, status, reason in cases:
+        for path, body, status, reason, param in cases:
             answer = await server.client.post(path, json=body)
             assert answer.status_code == status, body
             assert error_code(answer.content)
             assert reason in answer.json()["error"]["message"], body
+            assert answer.json()["error"]["param"] == param, body
         for raw in (b"", b"{", b"\xff", b'{"prompt": "\\ud800"}', b"[" * 100_000, b'{"prompt": NaN}'):
             answer = await server.client.post("/tokenize", content=raw)
             assert answer.status_code == 400, raw

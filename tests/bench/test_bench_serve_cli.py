@@ -171,12 +171,13 @@ def test_cancellations_are_counted_apart(capsys: pytest.CaptureFixture[str]) -> 
         whole = list(answer(path, body))
         return whole if path == "/tokenize" else [*whole[:3], 30.0, *whole[3:]]
 
-    code, result, _, _ = run(
+    code, result, err, _ = run(
         capsys, slow, "--num-prompts", "4", "--isl", "3", "--osl", "3", "--request-cancellation-rate", "100",
         "--request-cancellation-delay", "0.05",
     )  # fmt: skip
     assert code == 0
     assert (result["cancelled"], result["failed"], result["finished"]) == (4, 0, 0)
+    assert "none of the 4 requests finished: 0 failed, 4 were cancelled" in err
     assert result["e2e_s"]["count"] == 0
 
 

@@ -309,12 +309,27 @@ def test_step_times_come_from_one_place(capsys: pytest.CaptureFixture[str], argu
         assert part in err
 
 
+def test_nothing_finished_is_said_and_is_a_fault_where_requests_were_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    short = (*GIVEN, "--requests", "5", "--osl", "4", "--context-length", "128")
+    code, _, err = run(capsys, *short, "--isl", "300", "--request-rate", "5")
+    assert code == 1
+    assert err.count("\n") == 1
+    assert "tp1dp1ep1, 5 req/s: none of the 5 requests finished: 5 were refused" in err
+    assert run(capsys, *short, "--isl", "300", "--request-rate", "5", "--json", "--ttft", "5", "--strict-slo")[0] == 1
+    code, _, err = run(capsys, *short, "--isl", "300", "--request-rate", "5,6", "--jobs", "1")
+    assert (code, err.count("none of the 5 requests finished")) == (1, 2)
+    # Clients who leave do what they were asked to.
+    code, _, err = run(capsys, *short, "--isl", "9", "--request-rate", "5", "--cancel-share", "1", "--cancel-after", "1e-6")
+    assert code == 0
+    assert "none of the 5 requests finished: 5 were left by their clients" in err
+
+
 def test_a_calibration_is_asked_only_for_what_it_knows(capsys: pytest.CaptureFixture[str], calibration: str) -> None:
     base = ("--calibration", calibration, "--no-probe", "--request-rate", "5")
     assert "calibrated with 0 draft tokens" in run(capsys, *base, "--draft-tokens", "3", "--acceptance", "1")[2]
     assert "was calibrated in float32" in run(capsys, *base, "--dtype", "bfloat16")[2]
     code = twinfer.main(("simulate", "--model", "v41-100m", *base))
-    assert code == 1
+    assert code == 2
     assert "is not in the calibration" in capsys.readouterr().err
 
 

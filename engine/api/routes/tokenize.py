@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -13,11 +13,9 @@ from engine.api.context import ApiContext
 from engine.api.formats.base import ChatInput
 from engine.api.routes.models import unknown_model
 from engine.api.sampling import in_thread
-from engine.api.schema.common import check_number_of_values
+from engine.api.schema.common import decode
 from engine.core.errors import RequestError
 from engine.tokenizer import Tokenizer
-
-T = TypeVar("T")
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,8 +34,13 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[int]
 
 
+# Fields they do not know are passed over.
+_TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
+_DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
+
+
 async def tokenize(context: ApiContext, call: Call) -> None:
-    request = _decode(call.body, TokenizeRequest)
+    request = decode(call.body, _TOKENIZE)
     _check_model(context, request.model)
     tokenizer = _tokenizer(context)
     if (request.prompt is None) == (request.messages is None):
@@ -53,7 +56,7 @@ async def tokenize(context: ApiContext, call: Call) -> None:
 
 
 async def detokenize(context: ApiContext, call: Call) -> None:
-    request = _decode(call.body, DetokenizeRequest)
+    request = decode(call.body, _DETOKENIZE)
     _check_model(context, request.model)
     tokenizer = _tokenizer(context)
     limit, highest = context.info.context_length, context.engine.vocab_size - 1
@@ -76,15 +79,6 @@ async def _chat_tokens(context: ApiContext, request: TokenizeRequest) -> tuple[i
     if not isinstance(prepared.prompt, str):
         return prepared.prompt
     return await context.engine.tokenise(prepared.prompt, add_special_tokens=prepared.add_special_tokens)
-
-
-def _decode(body: bytes, kind: type[T]) -> T:
-    """Raises RequestError for what is no JSON object of this form; fields it does not know are passed over."""
-    check_number_of_values(body)
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, RecursionError) as error:  # a ValidationError is one; its text names the field, not the value
-        raise RequestError(f"the body is not what this route takes: {error}") from None
 
 
 def _check_model(context: ApiContext, name: str | None) -> None:
