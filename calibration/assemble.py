@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from calibration.campaign import CollectivePoint, Point
 from calibration.cost_model import (
-    RESOURCE_OF_COMPONENT,
     CalibratedCost,
     CollectiveFit,
     ComponentFit,
@@ -38,7 +37,7 @@ _TABLE_WEIGHT = 0.5  # of the collectives' table beside a run of whole steps
 
 class EngineRun(msgspec.Struct, frozen=True):
     """Whole steps of one load: features of each plan, seconds from commit to commit, the slowest rank's forward, and how slow the machine
-    was beside what the calibration stands for."""
+    was beside what the calibration stands for, during the run and just before it."""
 
     model: str
     layout: str
@@ -52,6 +51,7 @@ class EngineRun(msgspec.Struct, frozen=True):
     step_s: tuple[float, ...]
     forward_s: tuple[float, ...]
     speed: ProbeFactors = ProbeFactors()
+    speed_before: ProbeFactors = ProbeFactors()
 
     @property
     def median_s(self) -> float:
@@ -97,16 +97,11 @@ def assemble(
     points: Sequence[Point],
     collectives: Sequence[CollectivePoint],
     runs: Sequence[EngineRun],
-    speeds: Mapping[str, ProbeFactors] | None = None,
 ) -> tuple[ModelFit, list[HeldOut]]:
-    """``speeds``: how slow the machine was while each layout's points were taken, beside what the calibration stands for.
-
-    Raises DomainError where there are too few points to fit.
-    """
+    """Points and collectives as of one speed, which the result stands for. Raises DomainError where there are too few points to fit."""
     held_out: list[HeldOut] = []
     keys = sorted({(point.cores, point.busy_neighbours, point.layout) for point in points}, reverse=True)
-    known = speeds or {}
-    ranks = tuple(_at_speed(_rank_fit(identity, spec, _of(points, *key), held_out), known.get(key[2])) for key in keys)
+    ranks = tuple(_rank_fit(identity, spec, _of(points, *key), held_out) for key in keys)
     fit = ModelFit(
         model=identity.model,
         model_hash=identity.model_hash,
@@ -125,19 +120,6 @@ def assemble(
 
 def _of(points: Sequence[Point], cores: int, busy: int, layout: str) -> list[Point]:
     return [point for point in points if (point.cores, point.busy_neighbours, point.layout) == (cores, busy, layout)]
-
-
-def _at_speed(rank: RankFit, speed: ProbeFactors | None) -> RankFit:
-    """The rank as it would have been at the calibration's own speed."""
-    if speed is None:
-        return rank
-    components = {
-        name: msgspec.structs.replace(
-            part, coefficients=tuple(value / speed.of(RESOURCE_OF_COMPONENT.get(name, "host")) for value in part.coefficients)
-        )
-        for name, part in rank.components.items()
-    }
-    return msgspec.structs.replace(rank, components=components)
 
 
 def _rank_fit(identity: Identity, spec: ModelSpec, points: Sequence[Point], held_out: list[HeldOut]) -> RankFit:
@@ -215,14 +197,15 @@ def _collective_fits(points: Sequence[CollectivePoint]) -> tuple[CollectiveFit, 
 
 
 def _step_fit(fit: ModelFit, spec: ModelSpec, runs: Sequence[EngineRun], held_out: list[HeldOut]) -> StepFit:
-    """Factors and gaps of one layout, and its runs' errors by fits that had not seen them."""
+    """Factors and gaps of one layout, and its runs' errors by fits that had not seen them, at the speed that was known before each run."""
     first = runs[0]
     layout = parse_layout(first.layout).decode.unit
     plain = StepFit(first.layout, first.cores, first.busy_neighbours)
     bare = msgspec.structs.replace(fit, steps=(plain,))
-    parts = [_Parts.of(CalibratedCost(bare, spec, layout, probe=run.speed), run) for run in runs]
+    parts = [_Parts.of(CalibratedCost(bare, spec, layout, probe=run.speed), run, run.speed) for run in runs]
+    asked = [_Parts.of(CalibratedCost(bare, spec, layout, probe=run.speed_before), run, run.speed_before) for run in runs]
     whole = _fit_parts(plain, parts)
-    for index, (run, part) in enumerate(zip(runs, parts, strict=True)):
+    for index, (run, part) in enumerate(zip(runs, asked, strict=True)):
         others = [other for number, other in enumerate(parts) if number != index]
         step = _fit_parts(plain, others) if len(others) > 1 else whole
         predicted = float(np.median(part.predicted(step)))
@@ -244,14 +227,13 @@ class _Parts:
     host_speed: float
 
     @staticmethod
-    def of(cost: CalibratedCost, run: EngineRun) -> _Parts:
+    def of(cost: CalibratedCost, run: EngineRun, speed: ProbeFactors) -> _Parts:
         every = max(1, -(-len(run.step_s) // _MAX_STEPS_PER_RUN))
         table = run.table().take(np.arange(0, len(run.step_s), every))
         priced = cost.price_table(table)
         compute = np.sum(list(cost.rank_seconds(table).values()), axis=0).max(axis=1)
-        return _Parts(
-            table, compute, priced.step_s - compute, np.array(run.step_s[::every]), np.array(run.forward_s[::every]), run.speed.host
-        )
+        steps_s, forwards_s = np.array(run.step_s[::every]), np.array(run.forward_s[::every])
+        return _Parts(table, compute, priced.step_s - compute, steps_s, forwards_s, speed.host)
 
     def gap_columns(self) -> Array:
         ones = np.ones(len(self.step_s))

@@ -26,10 +26,11 @@ from calibration.campaign import (
 )
 from calibration.contention import HostMemory, measured_memory, row_bytes
 from calibration.cost_model import ModelFit
-from calibration.probe import Probe, factors, median_probe, run_probe
+from calibration.probe import PROBE_S, Probe, mean_probe, ratios
 from calibration.shapes import Job, cache_for, shapes
+from calibration.speed_meter import SpeedMeter
 from calibration.steady import REQUESTS_PER_SLOT
-from engine.core.errors import ConfigError
+from engine.core.errors import ConfigError, InvariantError
 from engine.core.features import features
 from engine.core.layout import Layout
 from engine.core.memory import DTYPE_BYTES
@@ -102,17 +103,24 @@ class Target:
     draft_tokens: int = 0
 
 
+class RunSpeed(msgspec.Struct, frozen=True):
+    """How fast the machine was in the second before a run, which is what a prediction can know, and during it."""
+
+    before: Probe
+    during: Probe
+
+
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """Everything a calibration was fitted on, and how fast the machine was meanwhile: while the ranks of each layout were measured, and
-    before each of the runs."""
+    """Everything a calibration was fitted on, and how fast the machine was meanwhile: points know it themselves. ``run_speeds`` are of each
+    of the runs, or none."""
 
     points: list[Point]
     collectives: list[CollectivePoint]
     runs: list[EngineRun]
-    rank_probes: dict[str, Probe]
-    run_probes: list[Probe]
+    run_speeds: list[RunSpeed] = field(default_factory=list)
     gathers: list[GatherPoint] = field(default_factory=list)
+    together_probe: Probe | None = None  # while collectives and gathers were measured
 
 
 def spec_hash(spec: ModelSpec) -> str:
@@ -179,52 +187,83 @@ def measure(
     progress: Progress,
 ) -> Measurements:
     """Measure one model for about ``budget_s``. Points already in ``partial`` are kept and added to."""
+    with SpeedMeter() as meter:
+        return _measure(target, meter, budget_s, (max_batch, max_context), run_steps, partial, progress)
+
+
+def _measure(
+    target: Target,
+    meter: SpeedMeter,
+    budget_s: float,
+    most: tuple[int, int],
+    run_steps: RunSteps | None,
+    partial: Path | None,
+    progress: Progress,
+) -> Measurements:
+    max_batch, max_context = most
     num_cores = len(os.sched_getaffinity(0))
     ranks, whole = candidate_layouts(target.spec, num_cores)
-    kept, rank_probes = PointFile(partial), dict[str, Probe]()
+    kept = PointFile(partial)
     count = max(24, min(96, int(budget_s / 2)))
     wanted = shapes(target.spec, count, max_batch=max_batch, max_context=max_context, max_tokens=2048, draft_tokens=target.draft_tokens)
     cache = cache_for(target.spec, wanted, target.draft_tokens)
     for layout in ranks:
-        seen: list[Probe] = []
         cores = rank_cores(layout.num_gpus)
         jobs = [
             Job(target.name, target.dtype, str(layout), rank, cores[rank], len(cores[rank]), cache, target.load_format, stand_in=True)
             for rank in range(layout.num_gpus)
         ]
-        measure_ranks(jobs, target.name, wanted, budget_s * _RANK_SHARE / len(ranks), kept, seen, progress)
-        rank_probes[str(layout)] = median_probe(seen)
+        measure_ranks(jobs, target.name, wanted, budget_s * _RANK_SHARE / len(ranks), kept, meter, progress)
     collectives, gathers = list[CollectivePoint](), list[GatherPoint]()
+    began_s = time.perf_counter()
     if num_cores >= 2:
         collectives, gathers = measure_together(target.name, 2, COLLECTIVE_SIZES, max(15, min(100, int(budget_s / 3))))
+    together_probe = meter.between(began_s, time.perf_counter())
     runs: list[EngineRun] = []
-    run_probes: list[Probe] = []
+    run_speeds: list[RunSpeed] = []
     if run_steps is not None:
         share_s = budget_s * _STEP_SHARE / len(whole)
         loads = affordable(whole_loads(max_batch, min(max_context, target.spec.max_positions)), list(kept.points.values()), share_s / 10)
         for layout in whole:
-            begin_s, probes = time.monotonic(), [run_probe()]
+            begin_s, metered = time.monotonic(), MeteredRuns(meter)
             found = run_steps(
                 target.name, str(layout), loads, budget_s=share_s, draft_tokens=target.draft_tokens,
-                load_format=target.load_format, dtype=target.dtype, done=_probing(probes),
+                load_format=target.load_format, dtype=target.dtype, done=metered,
             )  # fmt: skip
             runs += [_engine_run(target, layout, num_cores, run) for run in found]
-            run_probes += probes[: len(found)]
+            run_speeds += metered.speeds
             progress(f"{target.name} {layout} whole steps", int(time.monotonic() - begin_s), int(share_s))
-    return Measurements(list(kept.points.values()), collectives, runs, rank_probes, run_probes, gathers)
+    return Measurements(list(kept.points.values()), collectives, runs, run_speeds, gathers, together_probe)
 
 
-def _probing(probes: list[Probe]) -> Callable[[StepRunLike], None]:
-    """To be called after each load: the speed before the next."""
-    return lambda _run: probes.append(run_probe())
+class MeteredRuns:
+    """To be called after each load of an engine: the speed before it and during it."""
+
+    def __init__(self, meter: SpeedMeter) -> None:
+        self._meter = meter
+        self._began_s = _pause()
+        self.speeds: list[RunSpeed] = []
+
+    def __call__(self, _run: StepRunLike) -> None:
+        before = self._meter.between(self._began_s - PROBE_S, self._began_s)
+        during = self._meter.between(self._began_s, time.perf_counter())
+        if before is None or during is None:
+            raise InvariantError("the speed meter has not seen the run that it is asked about")
+        self.speeds.append(RunSpeed(before, during))
+        self._began_s = _pause()
+
+
+def _pause() -> float:
+    """After a moment with nothing else to do; what a probe would see before the next run."""
+    time.sleep(PROBE_S)
+    return time.perf_counter()
 
 
 def speed_of(measured: Sequence[Measurements]) -> Probe | None:
-    """The speed that a calibration of all these stands for: that of the whole steps, whose times its scales are; else of the ranks. None
-    where nothing was probed."""
-    of_runs = [probe for one in measured for probe in one.run_probes]
-    probes = of_runs or [probe for one in measured for probe in one.rank_probes.values()]
-    return median_probe(probes) if probes else None
+    """The speed that a calibration of all these stands for: the mean of what was seen. None where nobody looked."""
+    probes = [speed.during for one in measured for speed in one.run_speeds]
+    probes += [point.probe for one in measured for point in one.points if point.probe is not None]
+    return mean_probe(probes) if probes else None
 
 
 def _engine_run(target: Target, layout: Layout, num_cores: int, run: StepRunLike) -> EngineRun:
@@ -249,14 +288,19 @@ def fit(target: Target, measured: Measurements, then: Probe | None = None) -> tu
     identity = Identity(
         target.name, target.model_hash, target.dtype, DTYPE_BYTES[target.dtype], target.draft_tokens, len(os.sched_getaffinity(0))
     )
-    mine = [point for point in measured.points if point.model == target.name]
+    mine = [point.at(then) for point in measured.points if point.model == target.name]
     runs = [run for run in measured.runs if run.model == target.name]
-    if measured.run_probes:
-        probed = zip(runs, measured.run_probes, strict=True)
-        runs = [msgspec.structs.replace(run, speed=factors(then, probe)) for run, probe in probed]
-    speeds = {layout: factors(then, probe) for layout, probe in measured.rank_probes.items()}
-    found, held_out = assemble(identity, target.spec, mine, measured.collectives, runs, speeds)
-    return msgspec.structs.replace(found, host_memory=_host_memory(target.spec, measured.gathers)), held_out
+    collectives, gathers = measured.collectives, measured.gathers
+    if then is not None:
+        runs = [
+            msgspec.structs.replace(run, speed=ratios(then, speed.during), speed_before=ratios(then, speed.before))
+            for run, speed in zip(runs, measured.run_speeds or [RunSpeed(then, then)] * len(runs), strict=True)
+        ]
+        slower = ratios(then, measured.together_probe or then)
+        collectives = [msgspec.structs.replace(one, seconds=one.seconds / slower.host) for one in collectives]
+        gathers = [msgspec.structs.replace(one, seconds=one.seconds / slower.memory) for one in gathers]
+    found, held_out = assemble(identity, target.spec, mine, collectives, runs)
+    return msgspec.structs.replace(found, host_memory=_host_memory(target.spec, gathers)), held_out
 
 
 def _host_memory(spec: ModelSpec, gathers: Sequence[GatherPoint]) -> HostMemory | None:

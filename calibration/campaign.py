@@ -21,8 +21,10 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from calibration.probe import Probe, run_probe
+from calibration.cost_model import RESOURCE_OF_COMPONENT
+from calibration.probe import Probe, ratios
 from calibration.shapes import Collectives, Command, Failure, Gather, Job, Measure, Measured, Reply, Shape
+from calibration.speed_meter import SpeedMeter
 from engine.core.cache_config import CacheConfig
 from engine.core.errors import ConfigError, WorkerError
 from engine.core.layout import parse_layout
@@ -42,7 +44,8 @@ Progress = Callable[[str, int, int], None]
 
 
 class Point(msgspec.Struct, frozen=True):
-    """One shape on one kind of rank: seconds of every plain execution, mean over the processes, and components scaled to the median."""
+    """One shape on one kind of rank: seconds of every plain execution, mean over the processes, and components scaled to the median; all
+    of it at the speed ``probe`` (None: nobody looked)."""
 
     model: str
     layout: str
@@ -51,10 +54,21 @@ class Point(msgspec.Struct, frozen=True):
     shape: Shape
     forward_s: tuple[float, ...]
     components: dict[str, float]
+    probe: Probe | None = None
 
     @property
     def median_s(self) -> float:
         return float(np.median(self.forward_s))
+
+    def at(self, probe: Probe | None) -> Point:
+        """As it would have been at another speed, by what slows each component down."""
+        if probe is None or self.probe is None:
+            return self
+        slower = ratios(self.probe, probe)
+        components = {name: seconds * slower.of(RESOURCE_OF_COMPONENT.get(name, "host")) for name, seconds in self.components.items()}
+        whole = sum(components.values()) / sum(self.components.values()) if self.components else slower.host
+        forward_s = tuple(seconds * whole for seconds in self.forward_s)
+        return msgspec.structs.replace(self, forward_s=forward_s, components=components, probe=probe)
 
 
 class CollectivePoint(msgspec.Struct, frozen=True):
@@ -187,6 +201,7 @@ class PointFile:
 
 
 def _merged(one: Point, two: Point) -> Point:
+    two = two.at(one.probe)
     total = len(one.forward_s) + len(two.forward_s)
     names = dict.fromkeys((*one.components, *two.components))
     components = {
@@ -205,7 +220,7 @@ def measure_ranks(
     shapes: Sequence[Shape],
     budget_s: float,
     points: PointFile,
-    probes: list[Probe],
+    meter: SpeedMeter,
     progress: Progress,
     seed: int = 0,
 ) -> None:
@@ -219,7 +234,6 @@ def measure_ranks(
         # The first round goes in the order given (corners first); how long steps take then decides which are worth repeating.
         open_shapes, order, per_token_s, known = list(shapes), list(shapes), list[float](), dict[Shape, float]()
         while order and time.monotonic() - begin_s < budget_s:
-            probes.append(run_probe())
             is_first = not known
             for shape in order:
                 spent_s = time.monotonic() - begin_s
@@ -229,7 +243,9 @@ def measure_ranks(
                     break
                 if _is_too_long(shape, per_token_s, left_s):
                     continue
+                began_s = time.perf_counter()
                 point = _measure(processes, model, first, len(jobs) - 1, shape, num_ranks, _repeats(known.get(shape)))
+                point = msgspec.structs.replace(point, probe=meter.between(began_s, time.perf_counter()))
                 points.add(point)
                 known[shape] = point.median_s
                 if shape.num_tokens >= _MANY_TOKENS:
@@ -241,7 +257,6 @@ def measure_ranks(
                 open_shapes = [shape for shape in open_shapes if shape in known]
             left_s = budget_s - (time.monotonic() - begin_s)
             order = [shape for shape in draw.sample(open_shapes, len(open_shapes)) if not _is_too_long(shape, per_token_s, left_s)]
-    probes.append(run_probe())
 
 
 def _is_too_long(shape: Shape, per_token_s: Sequence[float], left_s: float) -> bool:

@@ -1,23 +1,32 @@
-"""How fast this machine is right now, by resource: a few short loops, well under a second in total.
+"""How fast this machine is, by resource: a few short loops on each core.
 
-A shared machine's speed moves by tens of percent within minutes. A calibration stores what the probe said when it was made; a prediction
-probes again and scales by the ratio.
+A shared machine's speed moves by tens of percent, within seconds where another tenant works on the other half of a core. A calibration
+stores what the loops took while it was made; a prediction runs them again and scales by the ratio. ``speed_meter`` runs them beside work.
+
+Loops are timed by the thread's own clock: what else runs on the core does not count, what slows the core down does.
 """
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from statistics import fmean
 
 import msgspec
 import numpy as np
 
 from calibration.cost_model import ProbeFactors
 
-_REPEATS, _MIN_REPEATS, _LIMIT_S = 90, 6, 0.8
-# Short enough to fit between two interruptions, long enough for the clock. Sizes: in the cache of a core; far beyond any cache.
-_VECTOR_FLOATS, _VECTOR_ROUNDS = 4096, 100
-_COPY_BYTES = 48 << 20
+PROBE_S = 0.6
+_MIN_ROUNDS = 3
+# Sizes: some tenths of a millisecond each; the vector lies in the cache of a core, the copied memory is cold each time.
+_VECTOR_FLOATS, _VECTOR_ROUNDS = 4096, 20
+_COPY_BYTES, _COPIED_BYTES = 48 << 20, 2 << 20
+_HOST_ROUNDS = 6_000
+_WARM_UP_SHARE = 0.2  # of each loop, untimed, first: whoever worked on the core before left it cold
+# Of all samples, the longest are left out: an interrupt in one says nothing of the core.
+_KEPT_SHARE = 0.95
 # What differs less than the probe repeats itself is no drift.
 _DEAD_BAND = 0.03
 _MAX_FACTOR = 20.0
@@ -31,62 +40,89 @@ class Probe(msgspec.Struct, frozen=True):
     host_s: float
 
 
-def run_probe() -> Probe:
-    """About half a second, on a busy machine little more; the loops in turn, so that a disturbance hits all three alike.
+class Loops:
+    """The loops, ready to be run."""
 
-    Means of the middle half: a neighbour that is there for a part of the time counts for that part, a lone interruption for nothing.
-    """
-    # No matrix product: a BLAS library's threads go on spinning after it, which slows the loops that follow, or does not.
-    vector, result = np.linspace(-1.0, 1.0, _VECTOR_FLOATS, dtype=np.float32), np.empty(_VECTOR_FLOATS, dtype=np.float32)
-    source = np.zeros(_COPY_BYTES // 8)
-    target = np.empty_like(source)
+    def __init__(self) -> None:
+        # No matrix product: a BLAS library's threads go on spinning after it, which slows the loops that follow, or does not.
+        self._vector = np.linspace(-1.0, 1.0, _VECTOR_FLOATS, dtype=np.float32)
+        self._result = np.empty(_VECTOR_FLOATS, dtype=np.float32)
+        self._source = np.ones(_COPY_BYTES // 8)
+        self._target = np.ones(_COPY_BYTES // 8)
+        self._place = 0
 
-    def compute() -> None:
-        for _ in range(_VECTOR_ROUNDS):
-            np.exp(vector, out=result)
+    def run(self) -> Probe:
+        """On the core where this thread is."""
+        return Probe(
+            compute_s=_timed(self._compute, _VECTOR_ROUNDS),
+            memory_s=_timed(self._copy, _COPIED_BYTES // 8),
+            host_s=_timed(self._count, _HOST_ROUNDS),
+        )
 
-    def copy() -> None:
-        np.copyto(target, source)
+    def _compute(self, rounds: int) -> None:
+        for _ in range(rounds):
+            np.exp(self._vector, out=self._result)
 
-    def host() -> None:
+    def _copy(self, floats: int) -> None:
+        """The next piece, which was not touched for as long as it takes to come round again."""
+        end = self._place + floats
+        np.copyto(self._target[self._place : end], self._source[self._place : end])
+        self._place = end if end + _COPIED_BYTES // 8 <= len(self._source) else 0
+
+    def _count(self, rounds: int) -> None:
         total = 0
-        for index in range(30_000):
+        for index in range(rounds):
             total += index & 7
 
-    times: dict[str, list[float]] = {"compute": [], "memory": [], "host": []}
-    loops: tuple[tuple[str, Callable[[], None]], ...] = (("compute", compute), ("memory", copy), ("host", host))
-    end_s = time.perf_counter() + _LIMIT_S
-    for count in range(_REPEATS):
-        if count >= _MIN_REPEATS and time.perf_counter() > end_s:
-            break
-        for name, loop in loops:
-            begin_s = time.perf_counter()
-            loop()
-            times[name].append(time.perf_counter() - begin_s)
-    return Probe(*(_middle_mean(times[name][2:]) for name in ("compute", "memory", "host")))
+
+def _timed(loop: Callable[[int], None], rounds: int) -> float:
+    loop(int(_WARM_UP_SHARE * rounds))
+    begin_s = time.thread_time()
+    loop(rounds)
+    return time.thread_time() - begin_s
 
 
-def _middle_mean(values: list[float]) -> float:
-    ordered, quarter = np.sort(values), len(values) // 4
-    return float(ordered[quarter : len(values) - quarter].mean())
+def run_probe() -> Probe:
+    """Mean over the cores this thread may use, in turn, for about half a second; the machine should have nothing else to do."""
+    loops, found = Loops(), list[Probe]()
+    cores = os.sched_getaffinity(0)
+    end_s = time.monotonic() + PROBE_S
+    try:
+        while len(found) < _MIN_ROUNDS * len(cores) or time.monotonic() < end_s:
+            for core in cores:
+                os.sched_setaffinity(0, {core})
+                found.append(loops.run())
+    finally:
+        os.sched_setaffinity(0, cores)
+    return mean_probe(found)
 
 
-def factors(then: Probe | None, now: Probe) -> ProbeFactors:
-    """How much slower the machine is now than then; 1 where nothing was probed then."""
-    if then is None:
-        return ProbeFactors()
+def mean_probe(probes: Iterable[Probe]) -> Probe:
+    """Of the speed at different moments, each of which counts. ``probes`` may not be empty."""
+    chosen = list(probes)
+    return Probe(*(_mean([getattr(probe, name) for probe in chosen]) for name in ("compute_s", "memory_s", "host_s")))
+
+
+def _mean(values: list[float]) -> float:
+    return fmean(sorted(values)[: max(1, round(_KEPT_SHARE * len(values)))])
+
+
+def ratios(then: Probe, now: Probe) -> ProbeFactors:
+    """How many times slower the loops are now than then."""
     return ProbeFactors(
-        compute=_factor(now.compute_s / then.compute_s),
-        memory=_factor(now.memory_s / then.memory_s),
-        host=_factor(now.host_s / then.host_s),
+        compute=_bounded(now.compute_s / then.compute_s),
+        memory=_bounded(now.memory_s / then.memory_s),
+        host=_bounded(now.host_s / then.host_s),
     )
 
 
-def _factor(ratio: float) -> float:
-    bounded = min(max(ratio, 1 / _MAX_FACTOR), _MAX_FACTOR)
-    return 1.0 if abs(bounded - 1.0) < _DEAD_BAND else bounded
+def factors(then: Probe | None, now: Probe) -> ProbeFactors:
+    """What to scale a calibration by: ``ratios``, but 1 for what is no drift, and where nothing was probed then."""
+    if then is None:
+        return ProbeFactors()
+    found = ratios(then, now)
+    return ProbeFactors(*(1.0 if abs(value - 1.0) < _DEAD_BAND else value for value in (found.compute, found.memory, found.host)))
 
 
-def median_probe(probes: list[Probe]) -> Probe:
-    """The typical one of those taken while a calibration was made."""
-    return Probe(*(float(np.median([getattr(probe, name) for probe in probes])) for name in ("compute_s", "memory_s", "host_s")))
+def _bounded(ratio: float) -> float:
+    return min(max(ratio, 1 / _MAX_FACTOR), _MAX_FACTOR)

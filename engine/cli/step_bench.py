@@ -27,13 +27,15 @@ WARM_UP_STEPS = 2
 @dataclass(frozen=True, slots=True)
 class StepLoad:
     """``batch`` requests per DP rank at a time: prompts of ``context`` tokens, of which the first ``shared_prefix`` are the same in all of
-    them and in the cache before the measurement begins. ``new_tokens`` 1 measures prompt steps."""
+    them and in the cache before the measurement begins. ``new_tokens`` 1 measures prompt steps. The more ``requests_per_slot``, the longer
+    the window."""
 
     batch: int
     context: int
     new_tokens: int
     method: str = "window"
     shared_prefix: int = 0
+    requests_per_slot: int = WINDOW_REQUESTS_PER_SLOT
 
 
 class StepRecorder:
@@ -96,7 +98,7 @@ async def record_in(engine: Gateway, recorder: StepRecorder, num_ranks: int, loa
 
     Raises ConfigError where no step counts.
     """
-    draw = random.Random(load.batch * num_ranks)
+    draw = random.Random(f"{num_ranks} {load}")  # loads share no prompts, or one would find the other's in the prefix cache
     shared = _tokens(draw, load.shared_prefix, engine.vocab_size)
     requests = _requests(draw, load, num_ranks, shared, engine.vocab_size)
     await _warm_up(engine, num_ranks, load, shared)
@@ -134,7 +136,7 @@ def _requests(
             for _ in range(count)
         ]
     requests = []
-    for _ in range(max(concurrency * WINDOW_REQUESTS_PER_SLOT, 10)):
+    for _ in range(max(concurrency * load.requests_per_slot, 10)):
         # Lengths uniform from 80 % of the nominal one up to it, as in the public closed-loop benchmarks; the means are reported.
         length = max(1, round(own * draw.uniform(0.8, 1.0)))
         new = load.new_tokens if load.new_tokens == 1 else max(2, round(load.new_tokens * draw.uniform(0.8, 1.0)))

@@ -4,14 +4,15 @@
 
 For each model: a calibration (ranks, collectives, whole steps of tp1dp1ep1 and tp2dp1ep1), then in random order ``--points`` loads of batch
 sizes and lengths that no calibration uses, on each layout, every one measured twice (two engine sessions, another one between them; the
-second is the repeatability) and predicted by the same closed loop that ``twinfer predict`` prices, scaled by the speed probe taken before
-each load. Data-parallel layouts are never run before they are predicted.
+second is the repeatability) and predicted by the same closed loop that ``twinfer predict`` prices, scaled by the speed that a probe shows
+just before each load. Data-parallel layouts are never run before they are predicted.
 
 Everything measured is kept in FOLDER, and a run goes on from what it finds there: ``--minutes`` ends it early, ``--minutes 0`` measures
 nothing and fits again.
 
-Printed: median and 90th percentile of |predicted / measured - 1| and the same of the repetition, the share of measurements inside the 90 %
-interval, by model and layout, the held-out errors of components, and how many steps a second are priced over arrays of features.
+Printed: median and 90th percentile of |predicted / measured - 1|, of the same at the speed that the machine turned out to have during the
+load, and of the repetition; the share of measurements inside the 90 % interval, by model and layout; the held-out errors of components; and
+how many steps a second are priced over arrays of features.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ import numpy as np
 
 from calibration import calibrate
 from calibration.assemble import EngineRun
-from calibration.calibrate import Measurements, Target
+from calibration.calibrate import Measurements, MeteredRuns, RunSpeed, Target
 from calibration.campaign import CollectivePoint, Point
 from calibration.cost_model import CalibratedCost, ModelFit
 from calibration.features import uniform_steps
 from calibration.predict import Question, predict_point
-from calibration.probe import Probe, factors, run_probe
+from calibration.probe import Probe, factors
+from calibration.speed_meter import SpeedMeter
 from engine.cli.step_bench import StepLoad
 from engine.cli.step_runs import run_steps
 from engine.core.features import features
@@ -55,20 +57,19 @@ class Kept(msgspec.Struct):
     points: list[Point]
     collectives: list[CollectivePoint]
     runs: list[EngineRun]
-    rank_probes: dict[str, Probe]
-    run_probes: list[Probe]
+    run_speeds: list[RunSpeed]
+    together_probe: Probe | None
 
     @property
     def measured(self) -> Measurements:
-        return Measurements(self.points, self.collectives, self.runs, self.rank_probes, self.run_probes)
+        return Measurements(self.points, self.collectives, self.runs, self.run_speeds, [], self.together_probe)
 
 
 class Probed(msgspec.Struct):
-    """A load's steps, the probe taken before them, and when they were over."""
+    """A load's steps, and the machine's speed before and during them."""
 
-    probe: Probe
+    speed: RunSpeed
     run: EngineRun
-    unix_s: float = 0.0
 
 
 class Session(msgspec.Struct):
@@ -123,6 +124,11 @@ def _run_steps(model: str, layout: str, loads: Sequence[Load], **options: Any) -
     return run_steps(model, layout, [StepLoad(*load) for load in loads], **options)
 
 
+def _long(load: Load, max_prompts: int) -> StepLoad:
+    """Measured for longer where it costs little."""
+    return StepLoad(*load, requests_per_slot=min(max(max_prompts // (load[0] * load[1]), 10), 30))
+
+
 def _measure(model: str, arguments: argparse.Namespace, end_s: float) -> bool:
     """Whether the model is through."""
     target, kept = target_of(model), _calibration(arguments.folder, model)
@@ -138,7 +144,7 @@ def _measure(model: str, arguments: argparse.Namespace, end_s: float) -> bool:
             partial=None,
             progress=lambda _phase, _done, _total: None,
         )
-        found = Kept(model, measured.points, measured.collectives, measured.runs, measured.rank_probes, measured.run_probes)
+        found = Kept(model, measured.points, measured.collectives, measured.runs, measured.run_speeds, measured.together_probe)
         kept.write_bytes(msgspec.json.encode(found))
         seconds = time.monotonic() - begin_s
         print(f"{model}: calibrated in {seconds:.0f} s, {len(found.points)} shapes, {len(found.runs)} runs", file=sys.stderr)
@@ -148,7 +154,7 @@ def _measure(model: str, arguments: argparse.Namespace, end_s: float) -> bool:
             continue
         if time.monotonic() > end_s:
             return False
-        session = Session(layout, number, repetition, _probed(target, layout, loads))
+        session = Session(layout, number, repetition, _probed(target, layout, loads, arguments.max_prompts))
         with _sessions(arguments.folder, model).open("ab") as file:
             file.write(msgspec.json.encode(session) + b"\n")
     return True
@@ -178,15 +184,12 @@ def _plan(target: Target, arguments: argparse.Namespace) -> list[tuple[str, int,
     return found
 
 
-def _probed(target: Target, layout: str, loads: Sequence[Load]) -> list[Probed]:
-    probes, ends_unix_s = [run_probe()], list[float]()
-
-    def done(_run: Any) -> None:
-        ends_unix_s.append(time.time())
-        probes.append(run_probe())
-
-    runs = _run_steps(target.name, layout, loads, budget_s=1e9, load_format=target.load_format, dtype=target.dtype, done=done)
-    return [Probed(probes[index], _kept_run(target, layout, run), ends_unix_s[index]) for index, run in enumerate(runs)]
+def _probed(target: Target, layout: str, loads: Sequence[Load], max_prompts: int) -> list[Probed]:
+    chosen = [_long(load, max_prompts) for load in loads]
+    with SpeedMeter() as meter:
+        metered = MeteredRuns(meter)
+        runs = run_steps(target.name, layout, chosen, budget_s=1e9, load_format=target.load_format, dtype=target.dtype, done=metered)
+    return [Probed(speed, _kept_run(target, layout, run)) for speed, run in zip(metered.speeds, runs, strict=True)]
 
 
 def _kept_run(target: Target, layout: str, run: Any) -> EngineRun:
@@ -198,16 +201,21 @@ def _kept_run(target: Target, layout: str, run: Any) -> EngineRun:
 
 
 class Compared(msgspec.Struct):
-    """A load measured twice, each time predicted at the speed probed before."""
+    """A load measured twice, each time predicted at the speed probed before, and again at the speed there was."""
 
     name: str
     first: EngineRun
     second: EngineRun
     points: list[dict[str, Any]]
+    known: list[dict[str, Any]]
 
     @property
     def errors(self) -> list[float]:
         return [point["step_s"] / run.median_s - 1.0 for point, run in zip(self.points, (self.first, self.second), strict=True)]
+
+    @property
+    def errors_at_speed(self) -> list[float]:
+        return [point["step_s"] / run.median_s - 1.0 for point, run in zip(self.known, (self.first, self.second), strict=True)]
 
     @property
     def repeated(self) -> float:
@@ -235,11 +243,14 @@ def _show(models: Sequence[str], folder: Path) -> None:
             print(f"{model} {step.layout}: {step}")
     if not rows:
         return
-    print(f"{'':<26} {'n':>4} {'median':>7} {'p90':>7} {'bias':>7}   repeated: {'median':>7} {'p90':>7}   inside 90 %")
+    head = f"{'median':>7} {'p90':>7}"
+    print(f"{'':<26} {'n':>4} {head} {'bias':>7}   at its speed: {head} {'bias':>7}   repeated: {head}   inside 90 %")
     for name in dict.fromkeys([*(row.name for row in rows), "all"]):
         mine = [row for row in rows if name in ("all", row.name)]
-        errors, repeats = np.concatenate([row.errors for row in mine]), np.array([row.repeated for row in mine])
+        errors, at_speed = (np.concatenate([getattr(row, kind) for row in mine]) for kind in ("errors", "errors_at_speed"))
+        repeats = np.array([row.repeated for row in mine])
         line = f"{name:<26} {len(mine):>4} {_quantiles(errors)} {np.median(errors):>+7.1%}"
+        line += f"                 {_quantiles(at_speed)} {np.median(at_speed):>+7.1%}"
         print(f"{line}             {_quantiles(repeats)}   {np.mean([row.are_inside for row in mine]):.0%}")
 
 
@@ -273,8 +284,11 @@ def compared(target: Target, fit: ModelFit, then: Probe | None, sessions: Sequen
             run = one.run
             question = Question(target.spec, context=run.context, new_tokens=run.new_tokens)
             layout = parse_layout(run.layout)
-            points = [predict_point(fit, question, layout, run.batch, factors(then, each.probe)) for each in (one, two)]
-            found.append(Compared(f"{target.name} {run.layout}", run, two.run, points))
+            points, known = (
+                [predict_point(fit, question, layout, run.batch, factors(then, getattr(each.speed, when))) for each in (one, two)]
+                for when in ("before", "during")
+            )
+            found.append(Compared(f"{target.name} {run.layout}", run, two.run, points, known))
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from calibration.cost_model import CalibratedCost, ModelFit, ProbeFactors
 from calibration.features import table_of_plans
 from calibration.next_points import suggestions
 from calibration.predict import Question, predict_point
-from calibration.probe import Probe, factors, median_probe, run_probe
+from calibration.probe import Probe, factors, mean_probe, ratios, run_probe
 from calibration.shapes import MARGIN, MAX_CACHED_TOKENS, cache_for, shapes
 from calibration.steady import Load, closed_loop, reduced
 from dashboards.calibration_report import calibration_report
@@ -136,12 +137,19 @@ def test_probe_factors_are_ratios_with_a_dead_band() -> None:
     found = factors(PROBE, Probe(2e-3, 2.02e-3, 1.5e-3))
     assert found == ProbeFactors(2.0, 1.0, 0.5)
     assert factors(PROBE, Probe(1.0, 2e-3, 3e-3)).compute == 20.0
-    assert median_probe([PROBE, Probe(9.0, 2e-3, 3e-3), PROBE]) == PROBE
+    assert ratios(PROBE, Probe(2e-3, 2.02e-3, 1.5e-3)).memory == pytest.approx(1.01)
 
 
-def test_the_probe_measures_something() -> None:
+def test_the_mean_of_probes_leaves_the_longest_out() -> None:
+    assert mean_probe([PROBE, Probe(3e-3, 2e-3, 3e-3)]) == Probe(2e-3, 2e-3, 3e-3)
+    assert mean_probe([*[PROBE] * 19, Probe(9.0, 2e-3, 3e-3)]) == PROBE
+
+
+def test_the_probe_measures_something_on_every_core() -> None:
+    cores = os.sched_getaffinity(0)
     probe = run_probe()
     assert min(probe.compute_s, probe.memory_s, probe.host_s) > 0
+    assert os.sched_getaffinity(0) == cores
 
 
 # --- shapes and the closed loop -------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from calibration.floors import terms
 from calibration.microbench import Bench, measure_gather
 from calibration.probe import Probe
 from calibration.shapes import Gather, Job, Measure, Shape, cache_for
+from calibration.speed_meter import SpeedMeter
 from engine.cli.step_bench import StepLoad
 from engine.cli.step_runs import run_steps
 from engine.core.errors import WorkerError
@@ -69,16 +70,17 @@ def test_drafts_are_measured_where_asked_for() -> None:
 
 
 def test_a_campaign_keeps_its_points_and_goes_on_from_them(tmp_path: Path) -> None:
-    spec, path, probes = synthetic.tiny(), tmp_path / "points", list[Probe]()
+    spec, path = synthetic.tiny(), tmp_path / "points"
     phases: list[str] = []
     points = PointFile(path)
-    measure_ranks(
-        [job_of(spec, "tp1dp1ep1")], "tiny-v41", SHAPES[:1], 3.0, points, probes, lambda phase, _done, _total: phases.append(phase)
-    )
+    with SpeedMeter() as meter:
+        measure_ranks(
+            [job_of(spec, "tp1dp1ep1")], "tiny-v41", SHAPES[:1], 3.0, points, meter, lambda phase, _done, _total: phases.append(phase)
+        )
     (point,) = points.points.values()
     assert point.shape == SHAPES[0]
     assert sum(point.components.values()) == pytest.approx(np.median(point.forward_s), rel=0.5)
-    assert len(probes) >= 2
+    assert point.probe is not None
     assert set(phases) == {"tiny-v41 tp1dp1ep1 on 2 of 2 cores"} or len(set(phases)) == 1
     with path.open("ab") as file:
         file.write(b'{"model": "cut')
@@ -98,13 +100,14 @@ def test_a_busy_machine_measures_late_what_a_fit_needs(monkeypatch: pytest.Monke
         now_s += shape_s
         return Point(model, job.layout, len(job.cores), neighbours, shape, (shape_s,), {"other": shape_s})
 
-    monkeypatch.setattr("calibration.campaign.time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr("calibration.campaign.time", SimpleNamespace(monotonic=lambda: now_s, perf_counter=lambda: now_s))
     monkeypatch.setattr("calibration.campaign.measurers", nullcontext)
-    monkeypatch.setattr("calibration.campaign.run_probe", lambda: Probe(1.0, 1.0, 1.0))
+    meter = SpeedMeter()
+    monkeypatch.setattr(meter, "between", lambda _begin_s, _end_s: Probe(1.0, 1.0, 1.0))
     monkeypatch.setattr("calibration.campaign._measure", measure)
     points = PointFile(None)
     wanted = [Shape(((length, 1),)) for length in range(16, 56)]
-    measure_ranks([job_of(synthetic.tiny(), "tp1dp1ep1")], "tiny-v41", wanted, 10.0, points, [], lambda *_: None)
+    measure_ranks([job_of(synthetic.tiny(), "tp1dp1ep1")], "tiny-v41", wanted, 10.0, points, meter, lambda *_: None)
     assert [point.shape for point in points.points.values()] == wanted[:num_measured]
 
 
@@ -116,6 +119,14 @@ def test_points_of_a_shape_are_merged_by_their_samples() -> None:
     total = points.total(first)
     assert total.forward_s == (1.0, 1.0, 1.0, 2.0)
     assert total.components == pytest.approx({"norm": 0.8, "embed": 0.2})  # in these shares, as long as the median together
+
+
+def test_samples_at_two_speeds_are_merged_at_one() -> None:
+    points = PointFile(None)
+    first = Point("m", "tp1dp1ep1", 1, 0, SHAPES[0], (1.0, 1.0), {"norm": 1.0}, Probe(1e-3, 1e-3, 1e-3))
+    points.add(first)
+    points.add(msgspec.structs.replace(first, forward_s=(1.5, 1.5), components={"norm": 1.5}, probe=Probe(9.0, 9.0, 1.5e-3)))
+    assert points.total(first).forward_s == pytest.approx((1.0, 1.0, 1.0, 1.0))
 
 
 def test_a_measuring_process_that_fails_is_an_error() -> None:
@@ -136,10 +147,10 @@ def test_gathered_rows_make_the_memory_of_a_fit() -> None:
     spec = synthetic.tiny()
     identity = Target("tiny-v41", spec, spec_hash(spec), "float32", "random")
     gathers = [GatherPoint(1, 512, 0.001), GatherPoint(2, 512, 0.0016)]
-    fit, _ = calibrate.fit(identity, Measurements(*synthetic.measurements(spec), {}, [], gathers))
+    fit, _ = calibrate.fit(identity, Measurements(*synthetic.measurements(spec), [], gathers))
     assert isinstance(spec, V41Spec)
     assert fit.host_memory == measured_memory({1: 512e3 * row_bytes(spec, 4), 2: 320e3 * row_bytes(spec, 4)})
-    assert calibrate.fit(identity, Measurements(*synthetic.measurements(spec), {}, []))[0].host_memory is None
+    assert calibrate.fit(identity, Measurements(*synthetic.measurements(spec)))[0].host_memory is None
 
 
 def test_a_model_without_tables_gathers_nothing() -> None:

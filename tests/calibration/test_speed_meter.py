@@ -1,0 +1,54 @@
+"""The speed meter beside other work."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from calibration.probe import run_probe
+from calibration.speed_meter import SpeedMeter
+
+ABANDON = """
+import os
+from calibration.speed_meter import SpeedMeter
+meter = SpeedMeter().__enter__()
+print(meter._process.pid, flush=True)
+os._exit(0)
+"""
+
+
+def test_the_meter_sees_what_the_probe_sees() -> None:
+    with SpeedMeter() as meter:
+        began_s = time.perf_counter()
+        probe = run_probe()
+        seen = meter.between(began_s, time.perf_counter())
+        assert meter.between(began_s - 100.0, began_s - 99.0) is None
+    assert seen is not None
+    for name in ("compute_s", "memory_s", "host_s"):  # the same loops, whatever else runs here
+        assert getattr(seen, name) / getattr(probe, name) == pytest.approx(1.0, rel=3.0), name
+
+
+def test_a_short_time_is_answered_from_what_lies_around_it() -> None:
+    with SpeedMeter() as meter:
+        time.sleep(0.3)
+        moment_s = time.perf_counter() - 0.15
+        assert meter.between(moment_s, moment_s) is not None
+
+
+def test_the_meter_ends_with_who_started_it() -> None:
+    pid = int(subprocess.run([sys.executable, "-c", ABANDON], capture_output=True, text=True, check=True, timeout=60).stdout)
+    end_s = time.monotonic() + 20.0
+    while _is_running(pid) and time.monotonic() < end_s:
+        time.sleep(0.02)
+    assert not _is_running(pid)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"  # a zombie that nobody has read yet is over
+    except FileNotFoundError:
+        return False
