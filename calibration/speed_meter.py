@@ -1,7 +1,7 @@
 """The machine's speed while it works: a process of its own that runs the probe's loops on one core after the other, some times a second.
 
 ``python -m calibration.speed_meter CORE...`` writes (moment, core, seconds of each loop) to stdout, as doubles, until whoever started it is
-gone. It takes about two percent of a core.
+gone. It takes about two percent of one core.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from calibration.features import Array
 from calibration.probe import Loops, Probe, mean_probe
 
 _ROOT = Path(__file__).resolve().parents[1]
-_PAUSE_S = 0.015
+_PAUSE_S = 0.025
 _RECORD = struct.Struct("=5d")
 _START_TIMEOUT_S = 30.0
 _EXIT_TIMEOUT_S = 10.0

@@ -50,33 +50,47 @@ def _verdicts(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _bands(summary: Mapping[str, Any]) -> tuple[list[str], list[list[object]]]:
-    columns = ["load", "of the median", "repeated", "by request", "repeated", "90th percentile"]
+    columns = ["load", "of the median", "at the run's speed", "repeated", "by request", "repeated", "90th percentile"]
     rows: list[list[object]] = []
     for band, one in summary["bands"].items():
         for name, label in LATENCIES:
             cells = one[f"{name}_s"]
             keys = (
-                *("error_of_median", "repeatability_of_median", "median_request_error"),
+                *("error_of_median", "error_of_median_at_speed", "repeatability_of_median", "median_request_error"),
                 *("request_repeatability", "p90_request_error"),
             )
             rows.append([f"{band}: {label}", *(_percent(cells[key]) for key in keys)])
         for key, label in (("output_tokens_per_s", "output tokens/s"), ("served_requests_per_s", "requests/s")):
-            rows.append([f"{band}: {label}", _percent(one[key]["error"]), _percent(one[key]["repeatability"]), "", "", ""])
+            cells = one[key]
+            shown = [_percent(cells[name]) for name in ("error", "error_at_speed", "repeatability")]
+            rows.append([f"{band}: {label}", *shown, "", "", ""])
         steps = one["steps"]
         inside = f"{_percent(steps['coverage'])} inside, all steps together {_signed(steps['total'])}"
-        rows.append([f"{band}: steps", inside, "", _percent(steps["median"]), "", _percent(steps["p90"])])
+        rows.append([f"{band}: steps", inside, "", "", _percent(steps["median"]), "", _percent(steps["p90"])])
     return columns, rows
 
 
 def _runs(summary: Mapping[str, Any]) -> tuple[list[str], list[list[object]]]:
-    columns = ["load", "run", "of saturation", *(f"{label} p50 (ms): predicted, measured" for _, label in LATENCIES[:2]), "machine", ""]
+    columns = [
+        "load",
+        "run",
+        "of saturation",
+        *(f"{label} p50 (ms): predicted, measured" for _, label in LATENCIES[:2]),
+        "machine before",
+        "during",
+        "",
+    ]
     rows: list[list[object]] = []
     for run in summary["runs"]:
-        share, speed = run["saturation_share"], run["speed"]
+        share = run["saturation_share"]
         cells = [_cell(run["quantities"].get(f"{name}_p50_s")) for name, _ in LATENCIES[:2]]
-        machine = f"compute x{speed['compute']:.2f}, memory x{speed['memory']:.2f}, Python x{speed['host']:.2f}"
-        rows.append([run["load"], run["round"] + 1, "-" if share is None else f"{share:.0%}", *cells, machine, run["note"]])
+        speeds = [_speed(run["speed"]), _speed(run["at_speed"]["speed"])]
+        rows.append([run["load"], run["round"] + 1, "-" if share is None else f"{share:.0%}", *cells, *speeds, run["note"]])
     return columns, rows
+
+
+def _speed(factors: Mapping[str, float]) -> str:
+    return f"compute x{factors['compute']:.2f}, memory x{factors['memory']:.2f}, Python x{factors['host']:.2f}"
 
 
 def _cell(one: Row | None) -> str:

@@ -144,8 +144,8 @@ def band(share: float | None) -> str:
 
 
 def by_band(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Medians over the runs of each band. A run has ``band``, ``requests`` (``request_errors``), ``quantities`` (``quantity_errors``) and
-    ``repetition``, the same two of the runs that repeat it, or None."""
+    """Medians over the runs of each band. A run has ``band``, ``requests`` (``request_errors``) and ``quantities`` (``quantity_errors``);
+    the same two in ``at_speed``, as predicted for the speed that the machine had, and in ``repetition``, of its second run, or None."""
     found: dict[str, dict[str, Any]] = {}
     for name in [*(name for _, _, name in BANDS), UNKNOWN_BAND]:
         mine = [run for run in runs if run["band"] == name]
@@ -156,6 +156,7 @@ def by_band(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 
 def _band(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     again = [run["repetition"] for run in runs if run["repetition"] is not None]
+    at_speed = [run["at_speed"] for run in runs]
     table: dict[str, Any] = {"runs": len(runs)}
     for name in LATENCIES:
         key = f"{name.removesuffix('_s')}_p50_s"
@@ -164,11 +165,13 @@ def _band(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             "p90_request_error": _median(run["requests"][name]["p90"] for run in runs),
             "request_repeatability": _median(one["requests"][name]["median"] for one in again),
             "error_of_median": _median(_absolute(run["quantities"], key) for run in runs),
+            "error_of_median_at_speed": _median(_absolute(one["quantities"], key) for one in at_speed),
             "repeatability_of_median": _median(_absolute(one["quantities"], key) for one in again),
         }
     for key in ("output_tokens_per_s", "served_requests_per_s"):
         table[key] = {
             "error": _median(_absolute(run["quantities"], key) for run in runs),
+            "error_at_speed": _median(_absolute(one["quantities"], key) for one in at_speed),
             "repeatability": _median(_absolute(one["quantities"], key) for one in again),
         }
     table["steps"] = {name: _median(run["steps"][name] for run in runs) for name in ("median", "p90", "total", "coverage")}

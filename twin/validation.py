@@ -1,8 +1,13 @@
-"""What ``twinfer validate`` does: predict a load, write that down, run it, write down what came of it; at the end compare and replay."""
+"""What ``twinfer validate`` does: predict a load, write that down, run it, write down what came of it; at the end compare and replay.
+
+A prediction knows how fast the machine is just before its run. How fast it turned out to be is measured beside the run: what the prediction
+would then have been is shown apart, so that the model's own error can be told from the machine's change of speed.
+"""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +20,7 @@ from calibration import store
 from calibration.calibrate import spec_hash
 from calibration.cost_model import CalibratedCost, ProbeFactors
 from calibration.features import table_of_plans
+from calibration.speed_meter import SpeedMeter
 from engine.core.errors import ConfigError
 from engine.core.layout import parse_layout
 from engine.core.plan import StepPlan, StepResult
@@ -27,7 +33,7 @@ from twin.ledger import Ledger, Prediction, Quantity, Speed, Value, measured, pr
 from twin.parity import check_parity
 from twin.questions import acceptance
 from twin.result import StepTime
-from twin.speed import probe_now
+from twin.speed import at_probe, probe_now
 from twin.validate import DEFAULT_REQUESTS, Load, PlannedEngine, RecordLike, RunLike
 from twin.workload.spec import WORKLOAD_OPTIONS, WorkloadSpec, make_workload
 from twin.workload.types import Workload
@@ -75,8 +81,10 @@ class Run:
     speed: Speed
     predicted: Outcome
     prediction: Prediction
+    began_s: float = 0.0
     measured: Outcome | None = None
     steps: dict[str, Any] | None = None
+    at_speed: dict[str, Any] | None = None  # what it would have been at the speed of the run
 
 
 class Validation:
@@ -100,6 +108,7 @@ class Validation:
         )
         for load in loads:
             make_workload(self._spec(load, 1.0))
+        self._meter = SpeedMeter()
         self._saturation_per_s: float | None = None  # as predicted, of requests all at once
         self._runs: list[Run] = []
         self.details: list[dict[str, Any]] = []
@@ -112,7 +121,8 @@ class Validation:
             self._saturation_per_s = saturated.quantities.get("served_requests_per_s")
         rounds = [(number, load) for number in range(self._options["repeat"]) for load in self._loads]
         makers = [lambda number=number, load=load: self._predict(number, load) for number, load in rounds]
-        record: RecordLike = self._engine.run(makers, self._done)
+        with self._meter:
+            record: RecordLike = self._engine.run(makers, self._done)
         self._say("replaying the engine's log in the twin")
         parity = check_parity(record.core_config, record.log, record.requests)
         return self._summary(msgspec.to_builtins(parity))
@@ -159,7 +169,9 @@ class Validation:
         expected = {key: quantities[key].value for key in ("ttft_p50_s", "tpot_p50_s") if key in quantities}
         text = ", ".join(f"{key.split('_')[0].upper()} {value * 1e3:.1f} ms" for key, value in expected.items())
         self._say(f"{name}{', again' if number else ''}: {text} expected (medians), {middle.duration_s:.0f} s")
-        return make_workload(self._spec(load, saturation_per_s))
+        workload = make_workload(self._spec(load, saturation_per_s))
+        self._runs[-1].began_s = time.perf_counter()
+        return workload
 
     def _question(self, number: int, load: Load) -> dict[str, Value]:
         spec = msgspec.to_builtins(self._spec(load, self._saturation_per_s))
@@ -174,14 +186,26 @@ class Validation:
         numbers = {request: sent.index for request, sent in run.requests.items()}
         mine.measured = compare.outcome(log.log[run.first_event : run.last_event], numbers)
         quantities = {name: Quantity(value, value, value) for name, value in mine.measured.quantities.items()}
-        self._ledger.append([measured(mine.prediction, quantities, probe_now(self._calibration)[1])])
+        seen = self._meter.between(mine.began_s, time.perf_counter())
+        factors, speed = probe_now(self._calibration) if seen is None else at_probe(self._calibration, seen)
+        self._ledger.append([measured(mine.prediction, quantities, speed)])
         plans = log.plans[run.first_step : run.last_step]
         ends_s = np.array(log.committed_s[run.first_step : run.last_step])
         # A step begins when it was planned, or when the one before it ended.
         planned_s, before_s = np.array(log.planned_s[run.first_step : run.last_step]), np.concatenate([[-math.inf], ends_s[:-1]])
         steps_s, is_first = ends_s - np.maximum(planned_s, before_s), planned_s > before_s
-        priced = mine.cost.price_table(table_of_plans(plans, self._engine.spec))
+        table, cost = table_of_plans(plans, self._engine.spec), self._cost(factors)
+        priced, known = mine.cost.price_table(table), cost.price_table(table)
         mine.steps = compare.step_errors(priced.step_s, priced.low_s, priced.high_s, steps_s)
+        expected = self._simulate(mine.load, self._saturation_per_s, cost)[0]
+        mine.at_speed = {
+            "speed": _factors(speed),
+            "quantities": compare.quantity_errors(
+                {name: Quantity(value, value, value) for name, value in expected.quantities.items()}, mine.measured.quantities
+            ),
+            "requests": compare.request_errors(expected.times, mine.measured.times),
+            "steps": compare.step_errors(known.step_s, known.low_s, known.high_s, steps_s),
+        }
         mine.steps["after_idle"] = compare.errors(priced.step_s[is_first].tolist(), steps_s[is_first].tolist())
         mine.steps["extrapolated"] = float(np.mean(priced.extrapolated))
         self.details.append(
@@ -251,14 +275,20 @@ class Validation:
             "band": compare.band(share),
             "prediction": run.prediction.id,
             "predicted_at": run.prediction.time,
-            "speed": {name: getattr(run.speed, f"{name}_factor") for name in ("compute", "memory", "host")},
+            "speed": _factors(run.speed),
             "counts": {name: _counts(one) for name, one in (("predicted", run.predicted), ("measured", run.measured))},
             "quantities": compare.quantity_errors(run.prediction.quantities, run.measured.quantities),
             "requests": compare.request_errors(run.predicted.times, run.measured.times),
             "steps": run.steps,
+            "at_speed": run.at_speed,
             "repetition": repetition,
             "note": run.prediction.note,
         }
+
+
+def _factors(speed: Speed) -> dict[str, float]:
+    """How much slower than when it was calibrated."""
+    return {name: getattr(speed, f"{name}_factor") for name in ("compute", "memory", "host")}
 
 
 def _counts(one: Outcome) -> dict[str, float]:
@@ -311,17 +341,18 @@ def lines(summary: Mapping[str, Any]) -> list[str]:
         cells = "".join(f"{_cell(run['quantities'].get(f'{name}_p50_s')):<40}" for name in ("ttft", "tpot"))
         steps = run["steps"]
         found.append(f"{run['load']:<18}{share:>8}  {cells}{_signed(steps['bias']):>7}{_percent(steps['coverage']):>8}")
-    found.append("errors by load (median over runs; in brackets what two runs of the same differ by):")
+    found.append("errors by load, median over runs (at the speed that the machine had in the run) [what two runs of the same differ by]:")
     for band, table in summary["bands"].items():
         parts = []
         for name in compare.LATENCIES:
             one = table[name]
             parts.append(
-                f"{name.removesuffix('_s').upper()} {_percent(one['error_of_median'])} [{_percent(one['repeatability_of_median'])}], "
+                f"{name.removesuffix('_s').upper()} {_percent(one['error_of_median'])} ({_percent(one['error_of_median_at_speed'])}) "
+                f"[{_percent(one['repeatability_of_median'])}], "
                 f"by request {_percent(one['median_request_error'])} [{_percent(one['request_repeatability'])}]"
             )
         tokens = table["output_tokens_per_s"]
-        parts.append(f"tokens/s {_percent(tokens['error'])} [{_percent(tokens['repeatability'])}]")
+        parts.append(f"tokens/s {_percent(tokens['error'])} ({_percent(tokens['error_at_speed'])}) [{_percent(tokens['repeatability'])}]")
         found.append(f"  {band}: {'; '.join(parts)}; {_percent(table['coverage'])} of the statistics inside their interval")
     out = Path(summary["out"])
     found.append(f"predictions and measurements: {out / 'ledger.jsonl'}; report: {out / 'report.html'}; {summary['wall_s']:.0f} s in all")

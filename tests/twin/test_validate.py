@@ -93,10 +93,30 @@ def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+class KnownSpeed:
+    """A speed meter that sees nothing, or a given speed."""
+
+    def __init__(self, probe: Probe | None) -> None:
+        self.probe = probe
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def between(self, begin_s: float, end_s: float) -> Probe | None:
+        assert begin_s <= end_s
+        return self.probe
+
+
 def validate(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], engine: SimulatedEngine | None, *arguments: str
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    engine: SimulatedEngine | None,
+    *arguments: str,
+    during: float = 1.0,
 ) -> tuple[int, str, str]:
     monkeypatch.setattr("twin.speed.run_probe", lambda: Probe(1.0, 1.0, 1.0))
+    monkeypatch.setattr("twin.validation.SpeedMeter", lambda: KnownSpeed(Probe(during, during, during)))
     if engine is not None:
         monkeypatch.setattr(twinfer, "_plan_engine", lambda _model, _options: engine)
     code = twinfer.main(["validate", *arguments])
@@ -140,6 +160,24 @@ def test_an_engine_that_is_slower_by_a_quarter_is_seen_to_be(
     assert [type(entry) for entry in entries] == [Prediction, Measurement] * 4
     assert entries[0].quantities["tpot_p50_s"].value == run["quantities"]["tpot_p50_s"]["predicted"]
     assert (out / "report.html").stat().st_size > 100_000
+
+
+def test_a_machine_that_slows_down_in_the_run_is_told_from_a_wrong_model(
+    calibration: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = (*ARGUMENTS, "--repeat", "1", "--calibration", str(calibration), "--out", str(tmp_path))
+    code, text, _ = validate(monkeypatch, capsys, SimulatedEngine(1.25), *arguments, during=1.25)
+    assert code == 0
+    run = json.loads(text)["runs"][0]
+    assert run["quantities"]["tpot_p50_s"]["error"] == pytest.approx(1 / 1.25 - 1.0)
+    assert run["at_speed"]["quantities"]["tpot_p50_s"]["error"] == pytest.approx(0.0, abs=1e-9)
+    assert run["at_speed"]["requests"]["ttft_s"]["p90"] == pytest.approx(0.0, abs=1e-9)
+    assert run["at_speed"]["steps"]["p90"] == pytest.approx(0.0, abs=1e-9)
+    assert run["speed"]["host"] == 1.0
+    assert run["at_speed"]["speed"]["host"] == 1.25
+    (_, after) = Ledger(tmp_path / "ledger.jsonl").entries()[:2]
+    assert after.speed.host_factor == 1.25
+    assert "during" in (tmp_path / "report.html").read_text()
 
 
 def test_an_exact_cost_model_has_no_error_and_a_plan_that_differs_is_a_fault(
