@@ -18,6 +18,7 @@ import engine.cli
 import twin.cli
 import twin.demo
 import twin.validate
+from calibration.errors import TraceError
 from engine.actors.config import EngineConfig
 from engine.cli import logs
 from engine.core.errors import ConfigError, DomainError, RequestError, StoppedError, TwinferError
@@ -153,7 +154,7 @@ def _run_command(argv: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         print("twinfer: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except (ConfigError, DomainError, RequestError) as error:
+    except (ConfigError, DomainError, RequestError, TraceError) as error:
         return _report(arguments, error, EXIT_USAGE)
     except StoppedError as error:
         return _report(arguments, error, error.exit_code)

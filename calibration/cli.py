@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from engine.core.errors import ConfigError
+from engine.writing import check_file, make_folder
 
 if TYPE_CHECKING:
     from calibration.points import PointTable
@@ -32,7 +33,7 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     bring = actions.add_parser("import", help="a kernel table from a trace")
-    bring.add_argument("files", nargs="+", metavar="FILE", help="a trace, one file a rank; or aic:SYSTEM/BACKEND[/VERSION]")
+    bring.add_argument("files", nargs="+", metavar="FILE", help="a trace, one file a rank, or a recording's folder; or aic:SYSTEM/BACKEND")
     bring.add_argument("--out", type=Path, metavar="FILE", help="keep the table (parquet); without it the summary is printed alone")
     bring.add_argument(
         "--rules", type=Path, metavar="FILE", help="kernel names to components (TOML; default: calibration/kernel_rules.toml)"
@@ -61,6 +62,8 @@ def run_import(arguments: argparse.Namespace) -> int:
     from calibration.importers.aic import PREFIX
     from calibration.trace import MAX_RANKS
 
+    if arguments.out is not None:
+        check_file("--out", arguments.out)
     if arguments.rank is not None and not 0 <= arguments.rank < MAX_RANKS:
         raise ConfigError(f"--rank is {arguments.rank}; allowed: 0 to {MAX_RANKS - 1}")
     if any(name.startswith(PREFIX) for name in arguments.files):
@@ -99,6 +102,7 @@ def run_record(arguments: argparse.Namespace) -> int:
     ):  # fmt: skip
         if not 1 <= value <= high:
             raise ConfigError(f"--{name} is {value}; allowed: 1 to {high}")
+    make_folder("--out", arguments.out, "the recording")
     from calibration.recorder import record_model
 
     recorder = record_model(

@@ -13,12 +13,12 @@ import importlib.util
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.core.errors import ConfigError
+from engine.writing import check_file, whole_file
 
 if TYPE_CHECKING:
     from calibration.calibrate import RunSteps
@@ -115,7 +115,7 @@ def _run(arguments: argparse.Namespace, read_spec: Callable[[str], ModelSpec], r
 
     if arguments.out is None:
         raise ConfigError("--out is missing: the file to write the calibration to")
-    _require_writable(arguments.out)
+    check_file("--out", arguments.out)
     if arguments.source:
         return _fit_sources(arguments, read_spec)
     _require_engine()
@@ -173,11 +173,14 @@ def _fit_sources(arguments: argparse.Namespace, read_spec: Callable[[str], Model
 def _export(arguments: argparse.Namespace, read_spec: Callable[[str], ModelSpec]) -> int:
     from calibration import store
     from calibration.exchange import export_fpm
+    from calibration.importers.fpm import sidecar_of
 
     if arguments.file is None or arguments.out is None:
         raise ConfigError(
             "calibrate export needs the calibration and the table: twinfer calibrate export FILE --out fpm_forward_perf.parquet"
         )
+    for path in (arguments.out, sidecar_of(arguments.out)):
+        check_file("--out", path)
     wanted = arguments.model[0] if arguments.model else None
     specs = {fit.model: read_spec(fit.model) for fit in store.load(arguments.file).models if wanted in (None, fit.model)}
     count = export_fpm(arguments.file, arguments.out, wanted, specs)
@@ -270,12 +273,13 @@ def _report(arguments: argparse.Namespace, draw_report: DrawReport) -> int:
 
     if arguments.file is None or arguments.out is None:
         raise ConfigError("calibrate report needs the calibration and the page: twinfer calibrate report FILE --out report.html")
-    _require_writable(arguments.out)
+    check_file("--out", arguments.out)
     calibration = store.load(arguments.file)
     held_out, models = store.load_held_out(arguments.file)
     rows = [{"model": model, **_fields(entry)} for model, entry in zip(models, held_out, strict=True)]
     try:
-        draw_report(arguments.out, msgspec.to_builtins(_summary(calibration)), rows)
+        with whole_file("--out", arguments.out) as beside:
+            draw_report(beside, msgspec.to_builtins(_summary(calibration)), rows)
     except ImportError:
         raise ConfigError("calibrate report needs plotly: pip install 'twinfer[dashboards]'") from None
     if arguments.json:
@@ -374,17 +378,6 @@ def parse_batches(text: str) -> list[int]:
     if len(parts) > 256 or not all(part.isdecimal() and len(part) <= 5 and 1 <= int(part) <= MAX_BATCH for part in parts):
         raise ConfigError(f"--batch-sizes is {text[:80]!r}; needed: integers from 1 to {MAX_BATCH}, separated by commas")
     return [int(part) for part in parts]
-
-
-def _require_writable(path: Path) -> None:
-    """Before minutes are spent. Raises ConfigError."""
-    if path.is_dir():
-        raise ConfigError(f"--out {path} cannot be written: it is a folder")
-    try:
-        with tempfile.TemporaryFile(dir=path.parent):
-            return
-    except OSError as problem:
-        raise ConfigError(f"--out {path} cannot be written: {problem.strerror}") from None
 
 
 def _bounds(flag: str, value: int, low: int, high: int) -> None:

@@ -6,7 +6,7 @@ from engine.core.errors import TwinferError
 
 
 class TraceError(TwinferError):
-    """A trace or table is broken, foreign, empty or outside the bounds. Nothing was written."""
+    """A trace or table is broken, foreign, empty or outside the bounds: bad input. Nothing was written."""
 
 
 class ReplayError(TraceError):

@@ -34,7 +34,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from calibration.errors import TraceError
 from engine.core.cache_config import CacheConfig
-from engine.core.errors import ConfigError
+from engine.core.errors import ConfigError, OutputError
 from engine.core.plan import RankPlan, StepPlan, StepResult
 from engine.core.request import Request
 from engine.core.sampling import SamplingParams
@@ -109,7 +109,7 @@ class Recorder:
         self._profiler: profile | None = None
         self._steps: IO[bytes] | None = None
         self._end_of_steps = 0  # bytes of whole lines
-        self._failure: TraceError | None = None
+        self._failure: OutputError | None = None
 
     @property
     def is_recording(self) -> bool:
@@ -166,7 +166,7 @@ class Recorder:
             reason = "the disk is full"
         except OSError as error:
             reason = error.strerror or str(error)
-        self._failure = TraceError(f"{self.steps_path} cannot be written: {reason}")
+        self._failure = OutputError(f"{self.steps_path} cannot be written: {reason}")
 
     def _close_steps(self) -> None:
         """The end of what is recorded; the trace is not written yet."""
@@ -179,7 +179,7 @@ class Recorder:
             self._profiler.stop()
 
     def stop(self) -> None:
-        """Close the recording and write the trace; a second call does nothing. Raises TraceError where the disk has not taken all of it."""
+        """Close the recording and write the trace; a second call does nothing. Raises OutputError where the disk has not taken all."""
         self._close_steps()
         failure, self._failure = self._failure, None
         if self._profiler is not None:
@@ -194,7 +194,7 @@ class Recorder:
             profiler.export_chrome_trace(str(partial))
             os.replace(partial, self.trace_path)
         except (OSError, RuntimeError) as error:
-            raise TraceError(f"{self.trace_path} cannot be written: {error}") from error
+            raise OutputError(f"{self.trace_path} cannot be written: {error}") from error
         finally:
             partial.unlink(missing_ok=True)
 

@@ -6,10 +6,7 @@ written beside their name and renamed, so that a reader sees a whole table or no
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import os
-import tempfile
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +18,7 @@ import pyarrow.parquet as pq
 from calibration.errors import TraceError
 from calibration.trace import MAX_KERNELS, SCHEMA_VERSION, KernelTable, Names, Origin, Provenance
 from engine.core.specs import COMPONENTS
+from engine.writing import whole_file
 
 METADATA_KEY = b"twinfer"
 PARQUET_MAGIC = b"PAR1"
@@ -55,22 +53,10 @@ def kind_of(path: Path) -> str:
 
 
 def write_parquet(path: Path, table: pa.Table, header: msgspec.Struct) -> None:
-    """Write beside ``path`` and rename. Raises TraceError where the folder does not take it."""
+    """Put in place whole. Raises OutputError where it cannot be written; every command that writes tables has their place from --out."""
     table = table.replace_schema_metadata({METADATA_KEY: msgspec.json.encode(header)})
-    try:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    except OSError as error:
-        raise TraceError(f"{path} cannot be written: {error.strerror}") from error
-    try:
-        with os.fdopen(handle, "wb") as file:
-            pq.write_table(table, file, compression="zstd")
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except OSError as error:
-        raise TraceError(f"{path} cannot be written: {error.strerror or error}") from error
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
+    with whole_file("--out", path) as beside, beside.open("wb") as file:
+        pq.write_table(table, file, compression="zstd")
 
 
 def read_parquet(path: Path, kind: str, header: type[_H], max_rows: int) -> tuple[_H, pa.Table]:
@@ -148,6 +134,8 @@ def _open(path: Path) -> pq.ParquetFile:
         return pq.ParquetFile(path)
     except pa.ArrowException as error:
         raise TraceError(f"{path} is broken or truncated: {error}") from error
+    except IsADirectoryError:
+        raise TraceError(f"{path} is a folder; needed: a table that `twinfer trace import` or `trace record` wrote (*.parquet)") from None
     except OSError as error:
         raise TraceError(f"{path} cannot be read: {error.strerror or error}") from error
 

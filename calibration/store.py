@@ -26,6 +26,7 @@ from calibration.cost_model import ModelFit, check_components
 from calibration.probe import Probe
 from engine.core.errors import ConfigError, DomainError
 from engine.version import VERSION
+from engine.writing import whole_file
 
 SCHEMA_VERSION = 2
 KIND = "twinfer calibration"
@@ -115,19 +116,14 @@ def new_calibration(models: tuple[ModelFit, ...], probe: Probe | None, machine: 
 
 
 def save(path: Path, calibration: Calibration, held_out: list[HeldOut], models: list[str]) -> Calibration:
-    """Write beside ``path`` and rename; ``models`` names the model of each held-out entry. Raises ConfigError where the folder refuses."""
+    """Put in place whole; ``models`` names the model of each held-out entry. Raises OutputError where it cannot be written; every command
+    that writes calibrations has their place from --out."""
     points = _points_bytes(held_out, models)
     calibration = msgspec.structs.replace(calibration, points_sha256=hashlib.sha256(points).hexdigest(), fits_sha256="")
     calibration = msgspec.structs.replace(calibration, fits_sha256=_own_hash(calibration))
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as archive:
-            archive.writestr(_JSON, msgspec.json.format(msgspec.json.encode(calibration)))
-            archive.writestr(_POINTS, points)
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+    with whole_file("--out", path) as beside, zipfile.ZipFile(beside, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(_JSON, msgspec.json.format(msgspec.json.encode(calibration)))
+        archive.writestr(_POINTS, points)
     return calibration
 
 
@@ -195,6 +191,8 @@ def _members(path: Path) -> tuple[bytes, bytes]:
             if sum(info.file_size for info in infos) > MAX_FILE_BYTES:
                 raise ConfigError(f"{path} unpacks to more than {MAX_FILE_BYTES} bytes")
             return archive.read(_JSON), archive.read(_POINTS)
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a folder; needed: the file that twinfer calibrate wrote (of a demo, calibration.zip in it)") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
     except (zipfile.BadZipFile, zlib.error, RuntimeError, EOFError, NotImplementedError) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from engine.core.specs import ModelSpec
 from engine.model.files import fingerprint
 from engine.model.registry import resolve
 from engine.options import Resolved
+from engine.writing import make_folder
 
 # Of a worker's configuration: what its plans and times do not say by themselves.
 _FIELDS = (
@@ -25,15 +25,13 @@ _FIELDS = (
 def open_record_folder(path: str) -> None:
     """Make the folder. Raises ConfigError where it holds anything, or takes nothing."""
     folder = Path(path)
-    where = f"--record-trace {folder}"
+    make_folder("--record-trace", folder, "the recording")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if next(folder.iterdir(), None) is not None:
-            raise ConfigError(f"{where}: the folder is not empty; a recording goes to a new one, or an empty one")
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        is_empty = next(folder.iterdir(), None) is None
     except OSError as error:
-        raise ConfigError(f"{where} cannot be written: {error.strerror}") from None
+        raise ConfigError(f"--record-trace {folder} cannot be read: {error.strerror}") from None
+    if not is_empty:
+        raise ConfigError(f"--record-trace {folder}: the folder is not empty; a recording goes to a new one, or an empty one")
 
 
 def with_recording(worker: WorkerConfig, options: Resolved, spec: ModelSpec, model: str) -> WorkerConfig:

@@ -24,8 +24,11 @@ def check_file(flag: str, path: Path) -> None:
             raise ConfigError(f"{where}: it is a folder")
         if path.exists() and not os.access(path, os.W_OK):
             raise ConfigError(f"{where}: it may not be changed")
+        folder = Path(os.path.realpath(path)).parent
+        if not folder.exists():
+            raise ConfigError(f"{where}: its folder does not exist")
         if not _is_special(path):
-            with tempfile.TemporaryFile(dir=Path(os.path.realpath(path)).parent):
+            with tempfile.TemporaryFile(dir=folder):
                 pass
     except OSError as error:
         raise ConfigError(f"{where}: {_reason(error)}") from None

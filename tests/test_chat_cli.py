@@ -111,7 +111,8 @@ def test_commands(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
     assert "9 prompt (3 cached) + 4 answer tokens; context 13" in notes[2]
     conversation = json.loads(saved.read_text())
     assert [message["content"] for message in conversation["messages"]] == ["one", "1:one", "two", "3:two"]
-    for text in ("new", "needed: /save FILE", "/no/such/folder/x: no such file", "/nope is no command", "/regenerate"):
+    not_saved = "/save /no/such/folder/x cannot be written: No such file"
+    for text in ("new", "needed: /save FILE", not_saved, "/nope is no command", "/regenerate"):
         assert text in err
 
 

@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 import os
-import resource
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from engine.core.errors import ConfigError, OutputError
 from engine.writing import check_file, check_folder, make_folder, whole_file
-
-
-@contextmanager
-def full_disk(num_bytes: int = 0) -> Iterator[None]:
-    """No file may become longer than this: the next write fails, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+from tests.disk import REASON, full_disk
 
 
 def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -34,7 +21,7 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     assert path.read_text() == "one"
     with pytest.raises(OutputError) as caught, full_disk(100), whole_file("--output", path) as beside:
         beside.write_text("x" * 1000)
-    assert str(caught.value) == f"--output {path} cannot be written: File too large"
+    assert str(caught.value) == f"--output {path} cannot be written: {REASON}"
     interrupted = whole_file("--output", path)
     interrupted.__enter__().write_text("half")
     assert not interrupted.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
@@ -67,7 +54,7 @@ def test_files_are_checked_before_the_work(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path, reason in (
         (tmp_path, "it is a folder"),
-        (tmp_path / "no" / "x", "No such file or directory"),
+        (tmp_path / "no" / "x", "its folder does not exist"),
         (tmp_path / "file" / "x", "Not a directory"),
         (tmp_path / ("x" * 300), "File name too long"),
     ):

@@ -25,6 +25,7 @@ from engine.core.errors import ConfigError
 from engine.core.metrics import Slo
 from engine.load_values import parse_strict_share
 from engine.options import Resolved, add_arguments, resolve
+from engine.writing import check_file, whole_file
 from twin.simulate_options import COST_OPTIONS, ENGINE_PART, SIMULATE_OPTIONS, TWIN_OPTIONS, WORKLOAD_PART
 
 if TYPE_CHECKING:
@@ -131,16 +132,14 @@ def _why_idle(point: Mapping[str, Any]) -> str:
 def _check_outputs(arguments: argparse.Namespace) -> None:
     """Before anything takes time."""
     for flag, path in (("--output", arguments.output), ("--events", arguments.events)):
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            raise ConfigError(f"{flag} {path} cannot be written: {'it is a folder' if path.is_dir() else 'its folder does not exist'}")
+        if path is not None:
+            check_file(flag, path)
 
 
 def _draw(draw_report: DrawReport, path: Path, facts: Mapping[str, Any], points: Sequence[Any], details: Sequence[Any]) -> None:
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    try:
-        draw_report(path, {"date": date, **facts}, points, details)
-    except OSError as error:
-        raise ConfigError(f"--output {path} cannot be written: {error.strerror}") from None
+    with whole_file("--output", path) as beside:
+        draw_report(beside, {"date": date, **facts}, points, details)
     _say(f"wrote {path}")
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.core.errors import ConfigError
 from engine.core.metrics import percentile
+from engine.writing import make_folder, whole_file
 from twin.ledger import Ledger, Prediction, Quantity, error, is_inside, measured, predict
 
 if TYPE_CHECKING:
@@ -84,17 +85,15 @@ def _run(arguments: argparse.Namespace, read_spec: Callable[[str], ModelSpec], r
     layouts = _layouts(arguments.layout, spec)
     if len(layouts) * len(batches) > MAX_POINTS:
         raise ConfigError(f"{len(layouts)} layouts of {len(batches)} batch sizes; allowed: at most {MAX_POINTS} points")
-    try:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-    except OSError as problem:
-        raise ConfigError(f"--out {arguments.out}: {problem.strerror}") from None
+    make_folder("--out", arguments.out, "calibration, ledger and report")
     calibration = _calibration(arguments, spec, batches, run_steps)
     calibrated_s = time.monotonic() - begin_s
     ledger = Ledger(arguments.out / "ledger.jsonl")
     rounds = _run_rounds(arguments, spec, layouts, batches, begin_s + arguments.budget, calibration, ledger, run_steps)
     summary = summarise(arguments.model, calibration, rounds)
     summary |= {"calibrated_s": calibrated_s, "wall_s": time.monotonic() - begin_s, "out": str(arguments.out)}
-    draw_report(arguments.out / "report.html", summary)
+    with whole_file("--out", arguments.out / "report.html") as beside:
+        draw_report(beside, summary)
     if arguments.json:
         json.dump(summary, sys.stdout, allow_nan=False)
         sys.stdout.write("\n")

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Union
 
@@ -14,13 +15,14 @@ import msgspec
 
 from calibration.cost_model import CalibratedCost, ModelFit, ProbeFactors
 from calibration.imbalance import ExpertBalance
-from engine.core.errors import ConfigError, DomainError, InvariantError, RequestError, TwinferError
+from engine.core.errors import ConfigError, DomainError, InvariantError, OutputError, RequestError, TwinferError
 from engine.core.events import DecodeStretch, Finished, LogEvent, encode_lines
 from engine.core.layout import parse_layout
 from engine.core.metrics import Slo
 from engine.core.sharding import EngramPlacement
 from engine.core.specs import ModelSpec
 from engine.core.step_cost import StepCost
+from engine.writing import whole_file
 from twin.cluster import Cluster
 from twin.config import TwinConfig
 from twin.given_cost import GivenCost
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 Watch = Callable[[int, int], None]
 NUM_QUANTILES = 501
 _EXIT_INTERRUPTED = 130
-_RAISED = {kind.__name__: kind for kind in (ConfigError, DomainError, InvariantError, RequestError)}
+_RAISED = {kind.__name__: kind for kind in (ConfigError, DomainError, InvariantError, OutputError, RequestError)}
 
 
 class FittedCost(msgspec.Struct, frozen=True, tag="fitted"):
@@ -94,20 +96,24 @@ class _Watcher:
 
 
 class EventFile:
-    """A listener that writes the event log as JSON Lines. Raises ConfigError where the file cannot be opened."""
+    """A listener that writes the event log as JSON Lines."""
 
-    def __init__(self, path: Path) -> None:
-        try:
-            self._file: BinaryIO = path.open("wb")
-        except OSError as error:
-            raise ConfigError(f"--events {path} cannot be written: {error.strerror}") from None
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
 
     def events(self, replica: int, events: Sequence[LogEvent]) -> None:  # noqa: ARG002 (a listener's)
         for event in events:
             self._file.write(encode_lines(event.expanded() if isinstance(event, DecodeStretch) else (event,)))
 
-    def close(self) -> None:
-        self._file.close()
+
+@contextmanager
+def _event_file(path: str | None) -> Iterator[EventFile | None]:
+    """The file is in its place once the simulation is through. Raises OutputError."""
+    if path is None:
+        yield None
+        return
+    with whole_file("--events", Path(path)) as beside, beside.open("wb") as file:
+        yield EventFile(file)
 
 
 def encode(question: Question) -> bytes:
@@ -138,17 +144,13 @@ def simulate_point(question: Question, watch: Watch | None = None) -> dict[str, 
     cost = question.cost if isinstance(question.cost, GivenCost) else question.cost.cost(question.spec, question.layout)
     workload = make_workload(question.workload)
     observation = Observation() if question.wants_details else None
-    events = EventFile(Path(question.events_path)) if question.events_path is not None else None
     watcher = None if watch is None else _Watcher(watch, workload.num_requests)
-    try:
-        observers = [] if observation is None else [observation]
+    observers = [] if observation is None else [observation]
+    with _event_file(question.events_path) as events:
         cluster = Cluster(question.config, workload, cost, observers, [one for one in (events, watcher) if one is not None])
         if observation is not None:
             observation.bind(cluster)
         cluster.run()
-    finally:
-        if events is not None:
-            events.close()
     result = cluster.result(time.perf_counter() - begin_s)
     details = {} if observation is None else {"quantiles": cluster.fold.quantiles(NUM_QUANTILES), **observation.details()}
     return {"point": point_of(question, result), "details": details}

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from engine.config import ENGINE_OPTIONS, SAMPLING_OPTIONS, SERVE_OPTIONS
 from engine.core.errors import ConfigError
 from engine.options import Option, Resolved, add_arguments, resolve
+from engine.writing import make_folder, whole_file
 from twin.workload.spec import WORKLOAD_OPTIONS
 
 if TYPE_CHECKING:
@@ -132,12 +133,10 @@ def _run(arguments: argparse.Namespace, plan_engine: PlanEngine, draw_report: Dr
     out = Path(options["out"])
     begin_s = time.monotonic()
     validation = Validation(arguments.model, options, plan_engine(arguments.model, options), loads(options), out, _say)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out {out}: {error.strerror}") from None
+    make_folder("--out", out, "ledger and report")
     summary = {**validation.run(), "wall_s": time.monotonic() - begin_s, "out": str(out)}
-    draw_report(out / "report.html", summary, validation.details)
+    with whole_file("--out", out / "report.html") as beside:
+        draw_report(beside, summary, validation.details)
     if arguments.json:
         json.dump(summary, sys.stdout, allow_nan=False)
         sys.stdout.write("\n")

@@ -24,6 +24,7 @@ from calibration.errors import TraceError
 from calibration.storage import PARQUET_MAGIC, file_sha256
 from engine.core.errors import ConfigError
 from engine.core.layout import Layout
+from engine.writing import whole_file
 
 PREFIX = "fpm:"
 SCHEMA_NAME, SCHEMA_VERSION = "aic_fpm_forward_perf", 6
@@ -200,7 +201,7 @@ def _seconds(path: Path, index: int, latency_ms: object) -> float:
 
 
 def write_fpm(path: Path, replicas: Sequence[Passes]) -> None:
-    """Write the file, then its sidecar, whose hash makes the pair valid. Raises TraceError where the folder does not take them."""
+    """Write the file, then its sidecar, whose hash makes the pair valid. Raises OutputError where they cannot be written."""
     rows = [
         {"cell_id": f"{passes.identity.layout}-{forward.kind}", **msgspec.structs.asdict(passes.identity), **_columns(forward)}
         for passes in replicas
@@ -208,20 +209,17 @@ def write_fpm(path: Path, replicas: Sequence[Passes]) -> None:
     ]
     if not rows:
         raise TraceError(f"{path}: no forward pass to write")
-    partial = path.with_name(f".{path.name}.partial")
     first = replicas[0].identity
-    try:
-        pq.write_table(pa.Table.from_pylist(rows, _SCHEMA), partial, compression="zstd")
+    with whole_file("--out", path) as beside:
+        with beside.open("wb") as file:
+            pq.write_table(pa.Table.from_pylist(rows, _SCHEMA), file, compression="zstd")
         metadata = {
             "schema_name": SCHEMA_NAME, "schema_version": SCHEMA_VERSION, "coordinate_system": COORDINATES,
-            "measurement_policy": "twinfer_median_v1", "row_count": len(rows), "parquet_sha256": file_sha256(partial),
+            "measurement_policy": "twinfer_median_v1", "row_count": len(rows), "parquet_sha256": file_sha256(beside),
             "system": first.system, "backend": first.backend, "backend_version": first.backend_version,
         }  # fmt: skip
-        partial.replace(path)
-        sidecar_of(path).write_text(json.dumps(metadata, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise TraceError(f"{path} cannot be written: {error.strerror or error}") from error
+        with whole_file("--out", sidecar_of(path)) as sidecar:
+            sidecar.write_text(json.dumps(metadata, indent=1) + "\n", encoding="utf-8")
 
 
 def _columns(forward: Forward) -> dict[str, Any]:

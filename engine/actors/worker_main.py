@@ -43,7 +43,7 @@ from engine.actors.messages import (
     WorkerCommand,
     WorkerReply,
 )
-from engine.core.errors import CollectiveError, ConfigError
+from engine.core.errors import CollectiveError, ConfigError, OutputError
 from engine.core.expert_map import ExpertMap
 from engine.core.plan import RankPlan, RankResult, RequestId, StepPeers
 from engine.core.rank_counters import RankCounters
@@ -185,12 +185,10 @@ class Recording:
         recorder, self._recorder = self._recorder, None
         if recorder is None:
             return
-        from calibration.errors import TraceError
-
         self._runner.time_components(self._timer_before)
         try:
             recorder.stop()
-        except TraceError as error:
+        except OutputError as error:
             self._warn(f"the recording ended after {recorder.num_steps} steps: {error}")
 
     def _warn(self, text: str) -> None:

@@ -80,7 +80,7 @@ def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser], wri
     parser.add_argument("--extra-body", "--extra-inputs", metavar="JSON", help="an object merged into every request")
     add_key_arguments(parser)
     parser.add_argument("--tokenizer", default="none", choices=("none",), help="none: lengths by the server's /tokenize, or token ids")
-    parser.add_argument("--output", "--artifact-dir", "-o", metavar="DIR|FILE.json",
+    parser.add_argument("--output", "--artifact-dir", "-o", metavar="DIR|FILE.json|FILE.html",
                         help="write the summary, one JSON line per request, and an HTML report")  # fmt: skip
     parser.add_argument("--save-result", dest="output", action="store_const", const="bench-serve", help="--output bench-serve")
     for option in NUMBERS:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from engine.cli.common import log
-from engine.core.errors import ConfigError, TwinferError
+from engine.core.errors import ConfigError
+from engine.writing import check_file, check_folder, whole_file
 
 if TYPE_CHECKING:
     from engine.bench.record import RequestRecord
@@ -26,43 +26,44 @@ ReportWriter = Callable[[Path, Mapping[str, Any], Sequence[Mapping[str, Any]]], 
 
 
 def output_paths(output: str) -> tuple[Path, Path, Path]:
-    """(summary, requests, report) for ``DIR`` or ``FILE.json``."""
+    """(summary, requests, report) for ``DIR``, or ``FILE.json`` or ``FILE.html`` and the others beside it."""
     path = Path(output)
-    if path.suffix == ".json":
-        return path, path.with_suffix(".requests.jsonl"), path.with_suffix(".html")
+    if path.suffix in (".json", ".html") and not path.is_dir():
+        return path.with_suffix(".json"), path.with_suffix(".requests.jsonl"), path.with_suffix(".html")
     return path / "summary.json", path / "requests.jsonl", path / "report.html"
 
 
 def check_output(output: str) -> None:
-    """Before the run: a folder that cannot be made after it would lose the run. Raises ConfigError."""
-    folder = output_paths(output)[0].parent
+    """Before the run: a file that cannot be written after it would lose the run. Makes the folder; raises ConfigError."""
+    paths = output_paths(output)
+    if paths[0].parent == Path(output):
+        check_folder("--output", Path(output), "summary.json, requests.jsonl and report.html (or name FILE.json or FILE.html)")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        paths[0].parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--output {output}: {os.strerror(error.errno).lower() if error.errno else error}") from None
-    if not os.access(folder, os.W_OK):
-        raise ConfigError(f"--output {output}: {folder} cannot be written to")
+        raise ConfigError(f"--output {output} cannot be written: {error.strerror}") from None
+    for path in paths:
+        check_file("--output", path)
 
 
 def write_output(output: str, facts: Mapping[str, Any], summary: ServeSummary, run: Run, write_report: ReportWriter | None) -> None:
-    """Raises TwinferError where a file cannot be written."""
+    """Raises OutputError where a file cannot be written; those before it are there."""
     summary_path, requests_path, report_path = output_paths(output)
     table: dict[str, Any] = {**facts, **msgspec.to_builtins(summary)}
     rows = [request_row(record, run.start_s) for record in sorted(run.records, key=lambda record: record.metrics.arrived_s)]
-    try:
-        summary_path.write_text(json.dumps(table, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        with requests_path.open("wb") as file:
-            for row in rows:
-                file.write(msgspec.json.encode(row) + b"\n")
-        log(f"wrote {summary_path} and {requests_path}")
-        if write_report is not None:
-            try:
-                write_report(report_path, table, rows)
-                log(f"wrote {report_path}")
-            except ImportError as error:
-                log(f"no HTML report: {error}; pip install 'twinfer[dashboards]'")
-    except OSError as error:
-        raise TwinferError(f"--output {output}: {error}") from None
+    with whole_file("--output", summary_path) as beside:
+        beside.write_text(json.dumps(table, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    with whole_file("--output", requests_path) as beside, beside.open("wb") as file:
+        for row in rows:
+            file.write(msgspec.json.encode(row) + b"\n")
+    log(f"wrote {summary_path} and {requests_path}")
+    if write_report is not None:
+        try:
+            with whole_file("--output", report_path) as beside:
+                write_report(beside, table, rows)
+            log(f"wrote {report_path}")
+        except ImportError as error:
+            log(f"no HTML report: {error}; pip install 'twinfer[dashboards]'")
 
 
 def request_row(record: RequestRecord, start_s: float) -> dict[str, Any]:

@@ -9,12 +9,15 @@ import json
 import os
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from engine.cli.chat_backend import Account, Message
 from engine.cli.chat_session import ChatSession, Ended
+from engine.core.errors import OutputError
+from engine.writing import whole_file
 
 EXIT_FAULT = 1
 EXIT_INTERRUPTED = 130
@@ -147,11 +150,11 @@ class Repl:
             self._note("needed: /save FILE")
             return
         try:
-            with open(os.path.expanduser(path), "w", encoding="utf-8") as file:
+            with whole_file("/save", Path(os.path.expanduser(path))) as beside, beside.open("w", encoding="utf-8") as file:
                 json.dump({"model": self.model, "messages": self._messages}, file, ensure_ascii=False, indent=2)
                 file.write("\n")
-        except OSError as error:
-            self._note(f"{path}: {os.strerror(error.errno).lower() if error.errno else error}")
+        except OutputError as error:
+            self._note(str(error))
             return
         self._note(f"wrote {len(self._messages)} messages to {path}")
 

@@ -25,6 +25,7 @@ from tests.bench.fake_server import (
     threaded_server,
     usage,
 )
+from tests.disk import REASON, full_disk
 
 
 def words(text: str) -> int:
@@ -242,6 +243,23 @@ def test_a_table_for_people_and_the_files(capsys: pytest.CaptureFixture[str], tm
     assert dashboards.report.serve_report(table, rows) == page
 
 
+def test_the_files_are_named_by_the_page_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    few = ("--num-prompts", "1", "--isl", "3", "--osl", "2", "--output")
+    assert run(capsys, answer, *few, str(tmp_path / "x.html"))[0] == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.html", "x.json", "x.requests.jsonl"]
+    page = (tmp_path / "x.html").read_text()
+    with full_disk(10_000):  # the summary and the requests fit
+        code, _, err, _ = run(capsys, answer, *few, str(tmp_path / "x.html"))
+    assert code == 1
+    assert f"--output {tmp_path / 'x.html'} cannot be written: {REASON}" in err
+    assert (tmp_path / "x.html").read_text() == page
+    assert len(list(tmp_path.iterdir())) == 3
+    # A folder that has such a name stays one.
+    (tmp_path / "old.html").mkdir()
+    assert run(capsys, answer, *few, str(tmp_path / "old.html"))[0] == 0
+    assert (tmp_path / "old.html" / "report.html").is_file()
+
+
 def test_without_the_drawing_library_the_rest_is_written(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,6 +300,7 @@ def test_without_the_drawing_library_the_rest_is_written(
         (["--api-key", "clé"], ["API key"]),
         (["--dataset", "x", "--isl", "3"], ["--isl", "--dataset"]),
         (["--output", "/dev/null/x"], ["--output", "/dev/null/x"]),
+        (["--output", "x.csv"], ["--output x.csv names a file; needed: a folder", "FILE.json or FILE.html"]),
         (["--request-cancellation-rate", "101"], ["--request-cancellation-rate", "0 to 100"]),
         (["--timeout", "nan"], ["--timeout"]),
     ],

@@ -24,11 +24,12 @@ from calibration.shapes import MARGIN, MAX_CACHED_TOKENS, cache_for, shapes
 from calibration.steady import Load, closed_loop, reduced
 from dashboards.calibration_report import calibration_report
 from engine.core.acceptance import acceptance_probabilities
-from engine.core.errors import ConfigError, DomainError
+from engine.core.errors import ConfigError, DomainError, OutputError
 from engine.core.layout import Layout, parse_layout
 from engine.core.specs import ModelSpec
 from engine.model.files import read_model_files
 from tests.calibration import synthetic
+from tests.disk import REASON, full_disk
 
 PROBE = Probe(1e-3, 2e-3, 3e-3)
 # One that every field of a real one has, under a name that no release knows.
@@ -333,7 +334,7 @@ def test_what_cannot_be_predicted_is_refused(
 ) -> None:
     base = ("predict", "--model", "tiny-v41", "--calibration", str(written), "--layout", "tp1dp1ep1", "--batch-sizes", "2", "--no-probe")
     code, out, err = run(capsys, *base, *arguments)
-    assert code != 0
+    assert code == 2
     assert message in err
     assert not out
 
@@ -349,7 +350,7 @@ def test_a_system_of_the_catalogue_is_refused_for_now(capsys: pytest.CaptureFixt
     [
         ((), "--out is missing"),
         (("--out", "x.cal", "--budget", "1"), "needed: 20 to 3600"),
-        (("--out", "no_folder/x.cal"), "--out no_folder/x.cal cannot be written: No such file"),
+        (("--out", "no_folder/x.cal"), "--out no_folder/x.cal cannot be written: its folder does not exist"),
         (("--out", "."), "--out . cannot be written: it is a folder"),
         (("--out", "x.cal", "--from", "aic:gb300/sglang"), "--from needs --model once"),
         (("--out", "x.cal", "--draft-tokens", "9"), "drafts at most 5"),
@@ -380,6 +381,32 @@ def test_the_report_is_one_file_without_a_network(written: Path, tmp_path: Path,
     assert "Errors held out, by component" in text
     assert text.count('class="chart"') == 6
     assert 'src="http' not in text
+
+
+@pytest.mark.parametrize("action", ["report", "export"])
+def test_a_full_disk_leaves_what_was_there(written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], action: str) -> None:
+    out = tmp_path / "old.html"
+    out.write_text("what was there")
+    with full_disk(1000):
+        code, printed, err = run(capsys, "calibrate", action, str(written), "--out", str(out))
+    assert (code, printed) == (1, "")
+    assert err == f"twinfer calibrate: --out {out} cannot be written: {REASON}\n"
+    assert out.read_text() == "what was there"
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_a_calibration_that_cannot_be_written_leaves_the_last_one(written: Path, tmp_path: Path) -> None:
+    path = tmp_path / "machine.cal"
+    path.write_bytes(written.read_bytes())
+    with pytest.raises(OutputError, match=f"--out {path} cannot be written: {REASON}"), full_disk(1000):
+        store.save(path, store.load(written), *store.load_held_out(written))
+    assert path.read_bytes() == written.read_bytes()
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_is_no_calibration(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is a folder; needed: the file that twinfer calibrate wrote"):
+        store.load(tmp_path)
 
 
 def test_the_report_escapes_what_it_is_given() -> None:

@@ -246,7 +246,7 @@ def broken(tmp_path: Path, case: str) -> Path:
         ("two documents", "broken or truncated"), ("text after a brace", "broken or truncated"), ("empty", "is empty"),
         ("other json", "no GPU kernel, no CPU operator"), ("no events", "has 0 events"), ("events of another kind", "not an object"),
         ("browser trace", "has 2 events, but no GPU kernel"), ("foreign binary", "none of the formats"), ("bad rank", "--rank"),
-        ("missing", "No such file"), ("folder", "cannot be read"), ("foreign sqlite", "not an nsys export"),
+        ("missing", "No such file"), ("folder", "is a folder without trace.rank"), ("foreign sqlite", "not an nsys export"),
         ("sqlite without kernels", "no table CUPTI_ACTIVITY_KIND_KERNEL"), ("truncated sqlite", "broken SQLite"),
         ("sqlite with a view for its kernels", "no table CUPTI_ACTIVITY_KIND_KERNEL"),
         ("sqlite with text for a time", "needed: an integer"),

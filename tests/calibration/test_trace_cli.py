@@ -12,6 +12,7 @@ import twinfer
 from calibration.importers import aic
 from tests.calibration.test_tables import aic_root  # noqa: F401 - a fixture
 from tests.calibration.trace_files import BUSY_S, COUNTS, GAP_S, SECONDS, SPAN_S, UNCLASSIFIED, write_kineto
+from tests.disk import REASON, full_disk
 
 KEYS = {"num_kernels", "span_s", "busy_s", "gap_s", "by_component", "unclassified_share", "streams"}
 
@@ -53,7 +54,7 @@ def test_a_broken_file_is_one_line_and_leaves_what_was_there(tmp_path: Path, cap
     trace, out = tmp_path / "t.json", tmp_path / "old.parquet"
     trace.write_bytes(content)
     out.write_text("what was there")
-    assert twinfer.main(["trace", "import", str(trace), "--out", str(out)]) == 1
+    assert twinfer.main(["trace", "import", str(trace), "--out", str(out)]) == 2
     captured = capsys.readouterr()
     assert (captured.out, captured.err.count("\n")) == ("", 1)
     assert "t.json" in captured.err
@@ -76,8 +77,8 @@ def test_usage(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]) -
 
 def test_out_into_a_folder_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = write_kineto(tmp_path / "t.json")
-    assert twinfer.main(["trace", "import", str(trace), "--out", str(tmp_path / "no" / "t.parquet")]) == 1
-    assert "cannot be written" in capsys.readouterr().err
+    assert twinfer.main(["trace", "import", str(trace), "--out", str(tmp_path / "no" / "t.parquet")]) == 2
+    assert "t.parquet cannot be written" in capsys.readouterr().err
 
 
 def test_points(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, aic_root: Path) -> None:  # noqa: F811
@@ -93,7 +94,7 @@ def test_points(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
 
 def test_points_without_the_package(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aic, "_MODULE", "no_such_package_anywhere")
-    assert twinfer.main(["trace", "import", "aic:gb300/sglang"]) == 1
+    assert twinfer.main(["trace", "import", "aic:gb300/sglang"]) == 2
     assert "twinfer[silicon]" in capsys.readouterr().err
 
 
@@ -111,5 +112,35 @@ def test_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     timed = as_json(capsys, "record", "tiny-v41", "--out", str(tmp_path / "timers"), "--mode", "timers", *small)
     assert timed["num_steps"] == 2
     assert set(timed["by_component"]) == set(found["by_component"])
-    assert twinfer.main(["trace", "record", "tiny-v41", "--out", str(folder), *small]) == 1
+    # A recording's folder is imported as its traces are; one of timers has none.
+    again = as_json(capsys, "import", str(folder))
+    assert (again["num_kernels"], again["by_component"]) == (found["num_kernels"], found["by_component"])
+    for path in (tmp_path / "timers", tmp_path / "timers" / "steps.rank0.jsonl"):
+        assert twinfer.main(["trace", "import", str(path)]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"twinfer trace: {path} was recorded in mode timers: ")
+        assert "`twinfer calibrate --from DIR`" in error
+        assert "mode profile" in error
+    assert twinfer.main(["trace", "show", str(folder)]) == 2
+    assert "is a folder; needed: a table" in capsys.readouterr().err
+    assert twinfer.main(["trace", "record", "tiny-v41", "--out", str(folder), *small]) == 2
     assert "already holds a recording" in capsys.readouterr().err
+
+
+def test_out_is_a_folder_or_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = write_kineto(tmp_path / "t.json")
+    assert twinfer.main(["trace", "import", str(trace), "--out", str(tmp_path)]) == 2
+    assert f"--out {tmp_path} cannot be written: it is a folder" in capsys.readouterr().err
+    assert twinfer.main(["trace", "record", "tiny-v41", "--out", str(tmp_path / "x.parquet")]) == 2
+    assert "x.parquet names a file; needed: a folder, which will hold the recording" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [trace]
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace, out = write_kineto(tmp_path / "t.json"), tmp_path / "old.parquet"
+    out.write_text("what was there")
+    with full_disk(1000):
+        assert twinfer.main(["trace", "import", str(trace), "--out", str(out)]) == 1
+    assert capsys.readouterr() == ("", f"twinfer trace: --out {out} cannot be written: {REASON}\n")
+    assert out.read_text() == "what was there"
+    assert len(list(tmp_path.iterdir())) == 2

@@ -26,6 +26,7 @@ from engine.cli.step_bench import StepLoad
 from engine.cli.step_runs import StepRun
 from engine.core.layout import parse_layout
 from tests.calibration.synthetic import tiny, true_fit
+from tests.disk import full_disk
 from twin.ledger import Ledger, Prediction
 
 SLOWER = 1.2
@@ -137,6 +138,18 @@ def test_what_does_not_fit_the_budget_is_not_run_and_says_so(
     assert demo_report(found).count("not run: the budget was spent") >= 2
 
 
+def test_a_report_that_cannot_be_written_leaves_the_last_one(
+    calibration: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "report.html"
+    page.write_text("what was there")
+    with full_disk(20_000):  # enough for the ledger
+        code, _ = demo(calibration, tmp_path, FakeEngine(tmp_path / "ledger.jsonl"), monkeypatch, capsys)
+    assert code == 1
+    assert page.read_text() == "what was there"
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["ledger.jsonl", "report.html"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -150,6 +163,7 @@ def test_what_does_not_fit_the_budget_is_not_run_and_says_so(
         (("--layout", "4x(tp1dp1ep1)"), "4x"),
         (("--calibration", "none.zip"), "none.zip cannot be read"),
         (("--model", "nobody/knows"), "nobody/knows"),
+        (("--out", "demo.html"), "--out demo.html names a file; needed: a folder, which will hold calibration, ledger and report"),
     ],
 )
 def test_what_cannot_be_is_refused_at_once(

@@ -20,6 +20,7 @@ from calibration.probe import Probe
 from engine.core.events import Finished, TokensEmitted, decode_lines
 from engine.core.metrics import MetricsLog, Slo
 from tests.calibration import synthetic
+from tests.disk import REASON, full_disk
 
 ROOT = Path(__file__).parents[2]
 CONTRACT = {
@@ -272,7 +273,7 @@ def test_log_and_report_do_not_depend_on_fast_forward(capsys: pytest.CaptureFixt
         (("--request-rate", "5", "--memory-gib", "0.001"), ["does not fit", "budget"]),
         (("--request-rate", "5", "--jobs", "0"), ["--jobs", "'0'"]),
         (("--request-rate", "5,6", "--events", "e.jsonl"), ["--events e.jsonl", "one simulation"]),
-        (("--request-rate", "5", "--events", "/no/such/folder/e.jsonl"), ["--events", "does not exist"]),
+        (("--request-rate", "5", "--events", "/no/such/folder/e.jsonl"), ["--events", "its folder does not exist"]),
         (("--request-rate", "5", "--output", "/"), ["--output /", "it is a folder"]),
     ],
 )  # fmt: skip
@@ -322,6 +323,21 @@ def test_nothing_finished_is_said_and_is_a_fault_where_requests_were_refused(cap
     code, _, err = run(capsys, *short, "--isl", "9", "--request-rate", "5", "--cancel-share", "1", "--cancel-after", "1e-6")
     assert code == 0
     assert "none of the 5 requests finished: 5 were left by their clients" in err
+
+
+@pytest.mark.parametrize("flag", ["--events", "--output"])
+def test_a_full_disk_leaves_what_was_there(capsys: pytest.CaptureFixture[str], tmp_path: Path, flag: str) -> None:
+    path = tmp_path / "old"
+    path.write_text("what was there")
+    with full_disk(1000):
+        code, out, err = run(capsys, *GIVEN, *SMALL, "--request-rate", "5", flag, str(path))
+    assert (code, out) == (1, "")
+    assert err == f"twinfer simulate: {flag} {path} cannot be written: {REASON}\n"
+    assert path.read_text() == "what was there"
+    assert list(tmp_path.iterdir()) == [path]
+    code, _, err = run(capsys, *GIVEN, *SMALL, "--request-rate", "5", flag, "/dev/full")
+    assert code == 1
+    assert f"{flag} /dev/full cannot be written: No space left" in err
 
 
 def test_a_calibration_is_asked_only_for_what_it_knows(capsys: pytest.CaptureFixture[str], calibration: str) -> None:
