@@ -23,7 +23,7 @@ from typing import Annotated, Union
 
 import msgspec
 
-from engine.core.errors import ConfigError
+from engine.core.errors import ConfigError, OutputError
 from engine.version import VERSION
 
 SCHEMA_VERSION = 1
@@ -138,7 +138,7 @@ def _now() -> str:
 
 
 class Ledger:
-    """One file. Raises ConfigError where it cannot be read or written, or holds what is no entry."""
+    """One file. Raises ConfigError where it cannot be opened or holds what is no entry, OutputError where it takes no more."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -153,7 +153,7 @@ class Ledger:
                 written = os.write(file, line)
                 if written != len(line):  # a full disk: half a line is none
                     os.ftruncate(file, end)
-                    raise ConfigError(f"ledger {self.path}: the disk took {written} of {len(line)} bytes; free some space")
+                    raise OutputError(f"ledger {self.path}: the disk took {written} of {len(line)} bytes; free some space")
             os.fsync(file)
 
     @contextmanager
@@ -169,7 +169,7 @@ class Ledger:
             if is_new:
                 _sync_folder(self.path.parent)
         except OSError as error:
-            raise ConfigError(f"ledger {self.path} cannot be written: {error.strerror}") from None
+            raise OutputError(f"ledger {self.path} cannot be written: {error.strerror}") from None
         finally:
             os.close(file)
 

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.core.errors import ConfigError, RequestError
+from engine.core.errors import ConfigError, OutputError, RequestError
 from engine.core.plan import PlanItem, RankPlan, SequenceStart
 from engine.core.sampling import SamplingParams
 from engine.device import resolve_device
@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         save_file(tensors, arguments.out)
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"--out {arguments.out}: {error}") from None
+        raise OutputError(f"--out {arguments.out} cannot be written: {error}") from None
     if arguments.json:
         shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
         print(json.dumps({"model": loaded.model.spec.name, "out": arguments.out, "tensors": shapes, "steps": driver.step}))

@@ -225,14 +225,21 @@ class GgufFile:
 
 
 def convert(path: Path, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write a GGUF file as a model folder: config.json, model.safetensors in ``dtype``, tokenizer.json, chat_template.jinja."""
+    """Write a GGUF file as a model folder: config.json, model.safetensors in ``dtype``, tokenizer.json, chat_template.jinja.
+
+    Raises ConfigError for a file that cannot be read, OSError for a folder that takes no more.
+    """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     file = GgufFile(path)
     file.verify()
     folder.mkdir(parents=True)
     tensors = {name: file.get(name).to(dtype).contiguous() for name in expected_tensors(file.spec)}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    try:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(str(error)) from None
     (folder / "config.json").write_text(json.dumps(file.config(), indent=2) + "\n", encoding="utf-8")
     tokenizer, template = file.tokenizer_json(), file.chat_template()
     if tokenizer is not None:

