@@ -15,7 +15,8 @@ import trio
 from engine.actors.config import EngineConfig
 from engine.actors.link import NodeLink, NodeLostError, open_link
 from engine.actors.messages import Beat, Commands, Failed, Goodbye, NodeCommand, NodeFailed, NodeReply, Ready, Reply, Start, WorkerCommand
-from engine.actors.worker import WORKER_MODULE, Worker, WorkerGroup
+from engine.actors.worker import WORKER_MODULE, Worker
+from engine.actors.worker_group import WorkerGroup
 from engine.core.errors import ConfigError, StoppedError, TwinferError, WorkerError
 
 # After a failure here: until node 0 has said what it thinks was the cause.

@@ -26,7 +26,7 @@ from engine.actors.grammar_check import GrammarCheck
 from engine.actors.messages import Abort, Ready, Record, Submit
 from engine.actors.scheduler import SchedulerActor
 from engine.actors.stream import FinishReason, RequestStream, Sample, Usage
-from engine.actors.worker import WorkerGroup
+from engine.actors.worker_group import WorkerGroup
 from engine.core.errors import CapacityError, RequestError
 from engine.core.plan import TokenLogprobs
 from engine.core.request import Request

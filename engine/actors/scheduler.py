@@ -16,7 +16,7 @@ import trio
 from engine.actors.cache import CacheManager
 from engine.actors.messages import Abort, Forget, Prepare, Rebalance, Record, Register, SchedulerMessage, Submit
 from engine.actors.stream import RequestStream
-from engine.actors.worker import WorkerGroup
+from engine.actors.worker_group import WorkerGroup
 from engine.core.errors import CapacityError, GenerationError, InvariantError, RequestError, TwinferError
 from engine.core.events import Admitted, DriftAlarm, Event, Finished, Rejected, TokensEmitted
 from engine.core.expert_balance import ExpertBalancer

@@ -25,7 +25,8 @@ from engine.actors.config import EngineConfig
 from engine.actors.gateway import Gateway
 from engine.actors.leader import open_leader
 from engine.actors.scheduler import Observer, SchedulerActor
-from engine.actors.worker import WORKER_MODULE, LoadProgress, WorkerGroup, open_workers
+from engine.actors.worker import WORKER_MODULE, LoadProgress
+from engine.actors.worker_group import WorkerGroup, open_workers
 from engine.core.errors import CapacityError, InvariantError, TwinferError, WorkerError
 from engine.core.expert_balance import ExpertBalancer
 from engine.core.scheduler import Scheduler

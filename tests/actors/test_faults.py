@@ -16,7 +16,7 @@ import trio
 
 from engine.actors.gateway import Gateway, Generation
 from engine.actors.supervisor import open_engine
-from engine.actors.worker import open_workers
+from engine.actors.worker_group import open_workers
 from engine.core.errors import CapacityError, ConfigError, WorkerError
 from engine.core.sampling import SamplingParams
 from tests.actors.harness import MODULE, children, engine_config, is_alive, until, until_sync, worker_pids

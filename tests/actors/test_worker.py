@@ -19,7 +19,8 @@ from trio.testing import MockClock
 from engine.actors.channel import TrioChannel
 from engine.actors.config import RecordConfig, SupervisionConfig
 from engine.actors.messages import Execute, Forget, HeartbeatCommand, HeartbeatReply, Ping, Register, WorkerReply
-from engine.actors.worker import Worker, open_workers
+from engine.actors.worker import Worker
+from engine.actors.worker_group import open_workers
 from engine.core.errors import ConfigError, WorkerError
 from engine.core.plan import ItemResult, PlanItem, RankPlan, RankResult, SequenceStart, StepPlan
 from engine.core.sampling import SamplingParams

@@ -31,7 +31,8 @@ import msgspec
 import trio
 
 from engine.actors.supervisor import open_engine
-from engine.actors.worker import RankWorker, WorkerGroup
+from engine.actors.worker import RankWorker
+from engine.actors.worker_group import WorkerGroup
 from engine.cli.step_bench import Recording, StepLoad, StepRecorder, record_in, with_room
 from engine.config import ENGINE_OPTIONS
 from engine.core.layout import parse_layout
