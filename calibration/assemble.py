@@ -37,7 +37,7 @@ _TABLE_WEIGHT = 0.5  # of the collectives' table beside a run of whole steps
 
 class EngineRun(msgspec.Struct, frozen=True):
     """Whole steps of one load: features of each plan, seconds from commit to commit, the slowest rank's forward, and how slow the machine
-    was beside what the calibration stands for, during the run and just before it."""
+    was meanwhile beside what the calibration stands for."""
 
     model: str
     layout: str
@@ -51,7 +51,6 @@ class EngineRun(msgspec.Struct, frozen=True):
     step_s: tuple[float, ...]
     forward_s: tuple[float, ...]
     speed: ProbeFactors = ProbeFactors()
-    speed_before: ProbeFactors = ProbeFactors()
 
     @property
     def median_s(self) -> float:
@@ -97,8 +96,11 @@ def assemble(
     points: Sequence[Point],
     collectives: Sequence[CollectivePoint],
     runs: Sequence[EngineRun],
+    speed_changes: Sequence[float] = (),
 ) -> tuple[ModelFit, list[HeldOut]]:
-    """Points and collectives as of one speed, which the result stands for. Raises DomainError where there are too few points to fit."""
+    """Points and collectives as of one speed, which the result stands for; ``speed_changes``: logarithms of how much slower the machine was
+    in a run than just before it. Raises DomainError where there are too few points to fit.
+    """
     held_out: list[HeldOut] = []
     keys = sorted({(point.cores, point.busy_neighbours, point.layout) for point in points}, reverse=True)
     ranks = tuple(_rank_fit(identity, spec, _of(points, *key), held_out) for key in keys)
@@ -115,7 +117,7 @@ def assemble(
     )
     layouts = dict.fromkeys(run.layout for run in runs)
     steps = tuple(_step_fit(fit, spec, [run for run in runs if run.layout == layout], held_out) for layout in layouts)
-    return msgspec.structs.replace(fit, steps=_pooled(steps, held_out)), held_out
+    return msgspec.structs.replace(fit, steps=_pooled(steps, held_out, speed_changes)), held_out
 
 
 def _of(points: Sequence[Point], cores: int, busy: int, layout: str) -> list[Point]:
@@ -197,15 +199,14 @@ def _collective_fits(points: Sequence[CollectivePoint]) -> tuple[CollectiveFit, 
 
 
 def _step_fit(fit: ModelFit, spec: ModelSpec, runs: Sequence[EngineRun], held_out: list[HeldOut]) -> StepFit:
-    """Factors and gaps of one layout, and its runs' errors by fits that had not seen them, at the speed that was known before each run."""
+    """Factors and gaps of one layout, and its runs' errors by fits that had not seen them."""
     first = runs[0]
     layout = parse_layout(first.layout).decode.unit
     plain = StepFit(first.layout, first.cores, first.busy_neighbours)
     bare = msgspec.structs.replace(fit, steps=(plain,))
-    parts = [_Parts.of(CalibratedCost(bare, spec, layout, probe=run.speed), run, run.speed) for run in runs]
-    asked = [_Parts.of(CalibratedCost(bare, spec, layout, probe=run.speed_before), run, run.speed_before) for run in runs]
+    parts = [_Parts.of(CalibratedCost(bare, spec, layout, probe=run.speed), run) for run in runs]
     whole = _fit_parts(plain, parts)
-    for index, (run, part) in enumerate(zip(runs, asked, strict=True)):
+    for index, (run, part) in enumerate(zip(runs, parts, strict=True)):
         others = [other for number, other in enumerate(parts) if number != index]
         step = _fit_parts(plain, others) if len(others) > 1 else whole
         predicted = float(np.median(part.predicted(step)))
@@ -227,13 +228,13 @@ class _Parts:
     host_speed: float
 
     @staticmethod
-    def of(cost: CalibratedCost, run: EngineRun, speed: ProbeFactors) -> _Parts:
+    def of(cost: CalibratedCost, run: EngineRun) -> _Parts:
         every = max(1, -(-len(run.step_s) // _MAX_STEPS_PER_RUN))
         table = run.table().take(np.arange(0, len(run.step_s), every))
         priced = cost.price_table(table)
         compute = np.sum(list(cost.rank_seconds(table).values()), axis=0).max(axis=1)
         steps_s, forwards_s = np.array(run.step_s[::every]), np.array(run.forward_s[::every])
-        return _Parts(table, compute, priced.step_s - compute, steps_s, forwards_s, speed.host)
+        return _Parts(table, compute, priced.step_s - compute, steps_s, forwards_s, run.speed.host)
 
     def gap_columns(self) -> Array:
         ones = np.ones(len(self.step_s))
@@ -278,15 +279,19 @@ def _scales(compute_s: Array, collective_s: Array, forward_s: Array, weights: Ar
     )
 
 
-def _pooled(steps: Sequence[StepFit], held_out: Sequence[HeldOut]) -> tuple[StepFit, ...]:
+def _pooled(steps: Sequence[StepFit], held_out: Sequence[HeldOut], speed_changes: Sequence[float]) -> tuple[StepFit, ...]:
     """Conformal factors, of all layouts of the model together: a dozen runs of one alone have no 5 % tail.
 
     Runs are few and cover few shapes, shapes are many and know nothing of whole steps: the wider of the two bounds holds on each side.
+    These are errors at a known speed. A prediction knows the speed before its run: how that may move on is an error of its own, and
+    independent ones add up by their squares.
     """
     bounds = []
     for kind in (STEP, RANK):
         chosen = [entry for entry in held_out if entry.component == kind]
         measured, predicted = (np.array([getattr(entry, name) for entry in chosen]) for name in ("measured_s", "predicted_s"))
         bounds.append(conformal_bounds(log_ratio(measured, predicted)))
-    low, high = min(one for one, _ in bounds), max(one for _, one in bounds)
+    moved = np.quantile(speed_changes, (0.05, 0.95)) if len(speed_changes) else np.zeros(2)
+    low = float(np.exp(-np.hypot(min(0.0, *(np.log(one) for one, _ in bounds)), min(0.0, moved[0]))))
+    high = float(np.exp(np.hypot(max(0.0, *(np.log(one) for _, one in bounds)), max(0.0, moved[1]))))
     return tuple(msgspec.structs.replace(step, low_factor=low, high_factor=high) for step in steps)

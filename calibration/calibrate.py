@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import time
@@ -42,6 +43,8 @@ from engine.core.specs import ModelSpec, V41Spec
 _RANK_SHARE, _STEP_SHARE = 0.5, 0.35
 # Measuring time; starting processes and collectives add some twenty seconds.
 QUICK_S, FULL_S = 62.0, 540.0
+# A run that is predicted takes some seconds; of the moments at which the speed before and after is compared, so many are kept.
+_RUN_S, _MAX_CHANGES = 3.0, 500
 _GATHERED_ELEMENT_BYTES = 4  # of the tables that the measuring process gathers from
 
 
@@ -121,6 +124,7 @@ class Measurements:
     run_speeds: list[RunSpeed] = field(default_factory=list)
     gathers: list[GatherPoint] = field(default_factory=list)
     together_probe: Probe | None = None  # while collectives and gathers were measured
+    speed_changes: list[float] = field(default_factory=list)  # between a probe and the run after it, as logarithms
 
 
 def spec_hash(spec: ModelSpec) -> str:
@@ -188,7 +192,10 @@ def measure(
 ) -> Measurements:
     """Measure one model for about ``budget_s``. Points already in ``partial`` are kept and added to."""
     with SpeedMeter() as meter:
-        return _measure(target, meter, budget_s, (max_batch, max_context), run_steps, partial, progress)
+        found = _measure(target, meter, budget_s, (max_batch, max_context), run_steps, partial, progress)
+        changes = meter.changes(PROBE_S, _RUN_S)
+    every = max(1, len(changes) // _MAX_CHANGES)
+    return dataclasses.replace(found, speed_changes=changes[::every])
 
 
 def _measure(
@@ -241,22 +248,16 @@ class MeteredRuns:
 
     def __init__(self, meter: SpeedMeter) -> None:
         self._meter = meter
-        self._began_s = _pause()
+        self._began_s = time.perf_counter()
         self.speeds: list[RunSpeed] = []
 
     def __call__(self, _run: StepRunLike) -> None:
-        before = self._meter.between(self._began_s - PROBE_S, self._began_s)
-        during = self._meter.between(self._began_s, time.perf_counter())
+        now_s = time.perf_counter()
+        before, during = self._meter.between(self._began_s - PROBE_S, self._began_s), self._meter.between(self._began_s, now_s)
         if before is None or during is None:
             raise InvariantError("the speed meter has not seen the run that it is asked about")
         self.speeds.append(RunSpeed(before, during))
-        self._began_s = _pause()
-
-
-def _pause() -> float:
-    """After a moment with nothing else to do; what a probe would see before the next run."""
-    time.sleep(PROBE_S)
-    return time.perf_counter()
+        self._began_s = now_s
 
 
 def speed_of(measured: Sequence[Measurements]) -> Probe | None:
@@ -293,13 +294,13 @@ def fit(target: Target, measured: Measurements, then: Probe | None = None) -> tu
     collectives, gathers = measured.collectives, measured.gathers
     if then is not None:
         runs = [
-            msgspec.structs.replace(run, speed=ratios(then, speed.during), speed_before=ratios(then, speed.before))
+            msgspec.structs.replace(run, speed=ratios(then, speed.during))
             for run, speed in zip(runs, measured.run_speeds or [RunSpeed(then, then)] * len(runs), strict=True)
         ]
         slower = ratios(then, measured.together_probe or then)
         collectives = [msgspec.structs.replace(one, seconds=one.seconds / slower.host) for one in collectives]
         gathers = [msgspec.structs.replace(one, seconds=one.seconds / slower.memory) for one in gathers]
-    found, held_out = assemble(identity, target.spec, mine, collectives, runs)
+    found, held_out = assemble(identity, target.spec, mine, collectives, runs, measured.speed_changes)
     return msgspec.structs.replace(found, host_memory=_host_memory(target.spec, gathers)), held_out
 
 

@@ -27,6 +27,7 @@ _START_TIMEOUT_S = 30.0
 _EXIT_TIMEOUT_S = 10.0
 # Around a moment: what is asked of a shorter time is answered from so much.
 _LEAST_WINDOW_S = 0.25
+_GRID_S = 0.1
 
 
 class SpeedMeter:
@@ -65,6 +66,25 @@ class SpeedMeter:
         if not means:
             return None
         return Probe(*(float(np.mean([getattr(probe, name) for probe in means])) for name in ("compute_s", "memory_s", "host_s")))
+
+    def changes(self, before_s: float, after_s: float) -> list[float]:
+        """What a probe of ``before_s`` could not know of the ``after_s`` that followed it: log ratios of the host loop's means, from every
+        moment that was seen. Empty for a meter that was not open for so long."""
+        samples = self._samples()
+        series = [samples[samples[:, 1] == core] for core in self._cores]
+        if min(map(len, series)) == 0:
+            return []
+        moments_s = np.arange(max(one[0, 0] for one in series), min(one[-1, 0] for one in series), _GRID_S)
+        if len(moments_s) <= round((before_s + after_s) / _GRID_S):
+            return []
+        loop_s = np.mean([np.interp(moments_s, one[:, 0], one[:, 4]) for one in series], axis=0)
+        before, after = round(before_s / _GRID_S), round(after_s / _GRID_S)
+        total_s = np.concatenate([[0.0], np.cumsum(loop_s)])
+        moments = np.arange(before, len(loop_s) - after)
+        then = (total_s[moments] - total_s[moments - before]) / before
+        later = (total_s[moments + after] - total_s[moments]) / after
+        found: list[float] = np.log(later / then).tolist()
+        return found
 
     def _size(self) -> int:
         return os.fstat(self._file.fileno()).st_size

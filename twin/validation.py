@@ -1,7 +1,7 @@
 """What ``twinfer validate`` does: predict a load, write that down, run it, write down what came of it; at the end compare and replay.
 
-A prediction knows how fast the machine is just before its run. How fast it turned out to be is measured beside the run: what the prediction
-would then have been is shown apart, so that the model's own error can be told from the machine's change of speed.
+A prediction knows how fast the machine was in the seconds before its run. How fast it turned out to be is measured beside the run: what
+the prediction would then have been is shown apart, so that the model's own error can be told from the machine's change of speed.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from engine.core.events import Event
 
 MAX_DRAWN = 600
+# How far back the machine's speed is looked at before a run of some tens of seconds: so long foretells it better than a moment.
+_RECENT_S = 10.0
 
 
 class _End:
@@ -135,6 +137,11 @@ class Validation:
             self._fit, self._engine.spec, unit, probe=probe, engram=options["engram"], draft_tokens=options["draft_tokens"]
         )
 
+    def _speed(self, begin_s: float, end_s: float) -> tuple[ProbeFactors, Speed]:
+        """What the meter saw in that time; now, where it saw nothing."""
+        seen = self._meter.between(begin_s, end_s)
+        return probe_now(self._calibration) if seen is None else at_probe(self._calibration, seen)
+
     def _spec(self, load: Load, saturation_per_s: float | None) -> WorkloadSpec:
         values: dict[str, Any] = {option.key: self._options[option.key] for option in WORKLOAD_OPTIONS}
         requests = values["requests"] or (None if values["workload"] else DEFAULT_REQUESTS)
@@ -149,7 +156,8 @@ class Validation:
 
     def _predict(self, number: int, load: Load) -> Workload:
         """Just before the run: predict it at the speed that the machine has now, write that down, and give the workload."""
-        factors, speed = probe_now(self._calibration)
+        now_s = time.perf_counter()
+        factors, speed = self._speed(now_s - _RECENT_S, now_s)
         cost, saturation_per_s = self._cost(factors), self._saturation_per_s
         middle, step_time = self._simulate(load, saturation_per_s, cost)
         low, high = (self._simulate(load, saturation_per_s, _End(cost, end))[0] for end in ("low_s", "high_s"))
@@ -186,8 +194,7 @@ class Validation:
         numbers = {request: sent.index for request, sent in run.requests.items()}
         mine.measured = compare.outcome(log.log[run.first_event : run.last_event], numbers)
         quantities = {name: Quantity(value, value, value) for name, value in mine.measured.quantities.items()}
-        seen = self._meter.between(mine.began_s, time.perf_counter())
-        factors, speed = probe_now(self._calibration) if seen is None else at_probe(self._calibration, seen)
+        factors, speed = self._speed(mine.began_s, time.perf_counter())
         self._ledger.append([measured(mine.prediction, quantities, speed)])
         plans = log.plans[run.first_step : run.last_step]
         ends_s = np.array(log.committed_s[run.first_step : run.last_step])

@@ -59,10 +59,11 @@ class Kept(msgspec.Struct):
     runs: list[EngineRun]
     run_speeds: list[RunSpeed]
     together_probe: Probe | None
+    speed_changes: list[float] = msgspec.field(default_factory=list)
 
     @property
     def measured(self) -> Measurements:
-        return Measurements(self.points, self.collectives, self.runs, self.run_speeds, [], self.together_probe)
+        return Measurements(self.points, self.collectives, self.runs, self.run_speeds, [], self.together_probe, self.speed_changes)
 
 
 class Probed(msgspec.Struct):
@@ -144,7 +145,15 @@ def _measure(model: str, arguments: argparse.Namespace, end_s: float) -> bool:
             partial=None,
             progress=lambda _phase, _done, _total: None,
         )
-        found = Kept(model, measured.points, measured.collectives, measured.runs, measured.run_speeds, measured.together_probe)
+        found = Kept(
+            model,
+            measured.points,
+            measured.collectives,
+            measured.runs,
+            measured.run_speeds,
+            measured.together_probe,
+            measured.speed_changes,
+        )
         kept.write_bytes(msgspec.json.encode(found))
         seconds = time.monotonic() - begin_s
         print(f"{model}: calibrated in {seconds:.0f} s, {len(found.points)} shapes, {len(found.runs)} runs", file=sys.stderr)
@@ -222,6 +231,12 @@ class Compared(msgspec.Struct):
         return self.second.median_s / self.first.median_s - 1.0
 
     @property
+    def repeated_at_speed(self) -> float:
+        """Had the machine been as fast in both."""
+        one, two = (point["step_s"] for point in self.known)
+        return (1.0 + self.repeated) * one / two - 1.0
+
+    @property
     def are_inside(self) -> list[bool]:
         return [point["lo_s"] <= run.median_s <= point["hi_s"] for point, run in zip(self.points, (self.first, self.second), strict=True)]
 
@@ -244,14 +259,14 @@ def _show(models: Sequence[str], folder: Path) -> None:
     if not rows:
         return
     head = f"{'median':>7} {'p90':>7}"
-    print(f"{'':<26} {'n':>4} {head} {'bias':>7}   at its speed: {head} {'bias':>7}   repeated: {head}   inside 90 %")
+    print(f"{'':<26} {'n':>4} {head} {'bias':>7} repeated: {head} | at its speed: {head} {'bias':>7} repeated: {head} | inside 90 %")
     for name in dict.fromkeys([*(row.name for row in rows), "all"]):
         mine = [row for row in rows if name in ("all", row.name)]
         errors, at_speed = (np.concatenate([getattr(row, kind) for row in mine]) for kind in ("errors", "errors_at_speed"))
-        repeats = np.array([row.repeated for row in mine])
-        line = f"{name:<26} {len(mine):>4} {_quantiles(errors)} {np.median(errors):>+7.1%}"
-        line += f"                 {_quantiles(at_speed)} {np.median(at_speed):>+7.1%}"
-        print(f"{line}             {_quantiles(repeats)}   {np.mean([row.are_inside for row in mine]):.0%}")
+        repeated, again = (np.array([getattr(row, kind) for row in mine]) for kind in ("repeated", "repeated_at_speed"))
+        line = f"{name:<26} {len(mine):>4} {_quantiles(errors)} {np.median(errors):>+7.1%}           {_quantiles(repeated)}"
+        line += f"                 {_quantiles(at_speed)} {np.median(at_speed):>+7.1%}           {_quantiles(again)}"
+        print(f"{line}   {np.mean([row.are_inside for row in mine]):.0%}")
 
 
 def _priced_per_s(target: Target, fit: ModelFit) -> float:

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from calibration.probe import run_probe
@@ -52,3 +53,20 @@ def _is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"  # a zombie that nobody has read yet is over
     except FileNotFoundError:
         return False
+
+
+def test_changes_compare_what_was_seen_with_what_came_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is half as fast from the tenth second on: only windows that see both sides of it differ, by 2 at most."""
+    moments_s = np.repeat(np.arange(0.0, 20.0, 0.05), 2)
+    host_s = np.where(moments_s < 10.0, 1.0, 2.0)
+    samples = np.stack((moments_s, np.tile([0, 1], len(moments_s) // 2), host_s, host_s, host_s), axis=1)
+    meter = SpeedMeter()
+    monkeypatch.setattr(meter, "_cores", [0, 1])
+    monkeypatch.setattr(meter, "_samples", lambda: samples)
+    found = np.array(meter.changes(0.6, 3.0))
+    assert found.min() == pytest.approx(0.0, abs=1e-9)
+    assert found.max() == pytest.approx(np.log(2.0), rel=0.02)
+    assert (found > 1e-6).sum() == pytest.approx((0.6 + 3.0) / 0.1, abs=3)
+    assert meter.changes(5.0, 15.0) == []
+    monkeypatch.setattr(meter, "_samples", lambda: samples[:0])
+    assert meter.changes(0.6, 3.0) == []

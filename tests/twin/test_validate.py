@@ -94,10 +94,10 @@ def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class KnownSpeed:
-    """A speed meter that sees nothing, or a given speed."""
+    """A speed meter by which the machine is ``slower`` in every run, and as it was calibrated before it."""
 
-    def __init__(self, probe: Probe | None) -> None:
-        self.probe = probe
+    def __init__(self, slower: float) -> None:
+        self._slower, self._asked = slower, 0
 
     def __enter__(self) -> None: ...
 
@@ -105,7 +105,8 @@ class KnownSpeed:
 
     def between(self, begin_s: float, end_s: float) -> Probe | None:
         assert begin_s <= end_s
-        return self.probe
+        self._asked += 1
+        return None if self._asked == 1 else Probe(1.0, 1.0, 1.0) if self._asked % 2 else Probe(*[self._slower] * 3)
 
 
 def validate(
@@ -116,7 +117,7 @@ def validate(
     during: float = 1.0,
 ) -> tuple[int, str, str]:
     monkeypatch.setattr("twin.speed.run_probe", lambda: Probe(1.0, 1.0, 1.0))
-    monkeypatch.setattr("twin.validation.SpeedMeter", lambda: KnownSpeed(Probe(during, during, during)))
+    monkeypatch.setattr("twin.validation.SpeedMeter", lambda: KnownSpeed(during))
     if engine is not None:
         monkeypatch.setattr(twinfer, "_plan_engine", lambda _model, _options: engine)
     code = twinfer.main(["validate", *arguments])
