@@ -6,13 +6,25 @@ of bins beyond it, or from the start where that is asked for.
 
 from __future__ import annotations
 
+import itertools
 import math
 from array import array
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from engine.core.events import Admitted, Arrived, DecodeStretch, Finished, LogEvent, Preempted, Rejected, StepCommitted, TokensEmitted
+from engine.core.events import (
+    Admitted,
+    Arrived,
+    DecodesEmitted,
+    DecodeStretch,
+    Finished,
+    LogEvent,
+    Preempted,
+    Rejected,
+    StepCommitted,
+    TokensEmitted,
+)
 from engine.core.metrics import Distribution, DraftCounts, RequestMetrics, Slo, is_good, percentile
 from engine.core.plan import RequestId
 from twin.config import MetricsMode
@@ -97,6 +109,16 @@ class Values:
         return min(middle, self._highest)
 
 
+class _Together:
+    """Requests that got a token each at all of ``times_s``: kept once, however many they are."""
+
+    __slots__ = ("requests", "times_s")
+
+    def __init__(self, requests: tuple[RequestId, ...]) -> None:
+        self.requests = requests
+        self.times_s: list[float] = []
+
+
 class MetricsFold:
     """Takes events in the order of the log and keeps what ``SimResult`` needs.
 
@@ -109,6 +131,7 @@ class MetricsFold:
         bound = MAX_EXACT_VALUES if mode == "exact" else 0
         self.ttft_s, self.tpot_s, self.itl_s, self.e2e_s = Values(bound), Values(bound), Values(bound), Values(bound)
         self.live: dict[RequestId, RequestMetrics] = {}
+        self._together: dict[RequestId, _Together] = {}  # of each that has one
         self.drafts = DraftCounts()
         self.num_good = self.num_preemptions = self.num_steps = self.num_output_tokens = 0
         self.prefix_query_tokens = self.prefix_hit_tokens = 0
@@ -131,7 +154,10 @@ class MetricsFold:
         """Returns the ends among them."""
         live, ended = self.live, list[Finished]()
         for event in events:
-            if type(event) is TokensEmitted:
+            if type(event) is DecodesEmitted:
+                self._decoded(event)
+            elif type(event) is TokensEmitted:
+                self._part(event.request)
                 request, now_s = live[event.request], event.now_s
                 if len(event.tokens) == 1 and request.last_token_s is not None:  # as emitted() has it
                     request.gaps_s.append(now_s - request.last_token_s)
@@ -145,6 +171,26 @@ class MetricsFold:
             else:
                 self._count(event)
         return ended
+
+    def _decoded(self, event: DecodesEmitted) -> None:
+        together = self._together.get(event.requests[0])
+        if together is None or together.requests is not event.requests:
+            for request in event.requests:
+                self._part(request)
+            together = _Together(event.requests)
+            self._together.update(dict.fromkeys(event.requests, together))
+        together.times_s.append(event.now_s)
+
+    def _part(self, request: RequestId) -> None:
+        """Give those that it decodes together with what they have in common, before it gets anything else."""
+        together = self._together.get(request)
+        if together is None:
+            return
+        times_s = tuple(together.times_s)
+        gaps_s = tuple([after - before for before, after in itertools.pairwise(times_s)])
+        for each in together.requests:
+            del self._together[each]
+            self.live[each].decoded(times_s, gaps_s)
 
     def _count(self, event: LogEvent) -> None:
         match event:
@@ -160,6 +206,7 @@ class MetricsFold:
             case DecodeStretch():
                 gaps_s = event.gaps_s
                 for request in event.requests:
+                    self._part(request)
                     self.live[request].decoded(event.committed_s, gaps_s)
                 self.num_steps += len(event.committed_s)
             case StepCommitted():
@@ -170,6 +217,7 @@ class MetricsFold:
                 pass  # the gateway counts refusals, its own ones too
 
     def _end(self, event: Finished) -> None:
+        self._part(event.request)
         request = self.live.pop(event.request)
         request.finished_s, request.reason = event.now_s, event.reason
         self.last_end_s = max(self.last_end_s, event.now_s)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from engine.core.errors import ConfigError
-from engine.core.plan import StepPlan
+from engine.core.plan import DecodeItems, StepPlan
 from engine.core.step_cost import ComponentPrice, StepPrice
 from engine.core.stretch import StretchPrice
 
@@ -30,10 +30,13 @@ class GivenCost(msgspec.Struct, frozen=True, tag="given"):
     def price(self, plan: StepPlan) -> StepPrice:
         slowest_s = 0.0
         for rank in plan.ranks:
-            tokens = context_tokens = 0
-            for item in rank.items:
-                tokens += item.num_new_tokens
-                context_tokens += item.num_computed_tokens + item.num_new_tokens
+            if isinstance(rank.items, DecodeItems):
+                tokens, context_tokens = len(rank.items), rank.items.context_tokens
+            else:
+                tokens = context_tokens = 0
+                for item in rank.items:
+                    tokens += item.num_new_tokens
+                    context_tokens += item.num_computed_tokens + item.num_new_tokens
             slowest_s = max(slowest_s, tokens * self.token_s + context_tokens * self.context_token_s)
         step_s = self.base_s + slowest_s
         return StepPrice(step_s, step_s, step_s, {"other": ComponentPrice(step_s, "given")}, note=self.note)

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from engine.core.acceptance import draw_accepted
 from engine.core.errors import InvariantError
-from engine.core.plan import ItemResult, PlanItem, RankResult, RequestId, StepPlan, StepResult
+from engine.core.plan import DecodeItems, ItemResult, PlanItem, RankResult, RequestId, StepPlan, StepResult
 from engine.core.request import MAX_TOKEN_ID, Sequence
 from engine.core.sampling import SamplingParams
 from engine.core.stretch import Answer
@@ -47,6 +47,17 @@ class _Answer:
         self.one = ItemResult(request.index, (request.output_token,))
 
 
+class _Run:
+    """Decodes of a rank that go on, each with the token before: ``result`` was theirs ``num_given`` times more than is taken off from what
+    is left of their answers; ``num_left`` is the least of these."""
+
+    __slots__ = ("num_given", "num_left", "requests", "result")
+
+    def __init__(self, requests: tuple[RequestId, ...], result: RankResult, num_left: int) -> None:
+        self.requests, self.result, self.num_left = requests, result, num_left
+        self.num_given = 0
+
+
 class DrawnOutcomes:
     """Seeded: the same plans in the same order give the same results."""
 
@@ -54,6 +65,7 @@ class DrawnOutcomes:
         self._acceptance = acceptance
         self._uniform = random.Random(f"{seed}:{replica}").random
         self._answers: dict[RequestId, _Answer] = {}
+        self._runs: dict[int, _Run] = {}  # of each rank that has one
 
     def begin(self, request: SimRequest) -> None:
         if request.output_token == STOP_TOKEN:
@@ -65,6 +77,7 @@ class DrawnOutcomes:
         del self._answers[request]
 
     def answer_of(self, sequence: Sequence) -> Answer:
+        self._settle(sequence.rank)
         answer = self._answers[sequence.id]
         return Answer(answer.token, answer.left)
 
@@ -75,9 +88,16 @@ class DrawnOutcomes:
     def result(self, plan: StepPlan, forward_s: float) -> StepResult:
         answers = self._answers
         ranks: list[RankResult] = []
-        for rank in plan.ranks:
+        for index, rank in enumerate(plan.ranks):
+            items, run = rank.items, self._runs.get(index)
+            if run is not None and type(items) is DecodeItems and items.requests is run.requests and run.num_left > 1:
+                run.num_left -= 1
+                run.num_given += 1
+                ranks.append(run.result)
+                continue
+            self._settle(index)
             results: list[ItemResult] = []
-            for item in rank.items:
+            for item in items:
                 if not item.emits:
                     continue
                 answer = answers.get(item.request)
@@ -87,7 +107,24 @@ class DrawnOutcomes:
                 else:
                     results.append(self._item(item, answer))
             ranks.append(RankResult(tuple(results)))
+            if type(items) is DecodeItems:
+                self._begin_run(index, items, ranks[-1])
         return StepResult(plan.step, tuple(ranks), forward_s)
+
+    def _begin_run(self, rank: int, items: DecodeItems, result: RankResult) -> None:
+        """``result`` is that of ``items``, and of those that follow on them until one of their answers is at its last token."""
+        answers = [self._answers.get(request) for request in items.requests]
+        num_left = min(0 if answer is None else answer.left for answer in answers)
+        if num_left > 1:
+            self._runs[rank] = _Run(items.requests, result, num_left)
+
+    def _settle(self, rank: int | None) -> None:
+        """Before anybody asks what is left of an answer on ``rank``."""
+        run = None if rank is None else self._runs.pop(rank, None)
+        if run is not None and run.num_given:
+            for request in run.requests:
+                if request in self._answers:
+                    self._answers[request].left -= run.num_given
 
     def _item(self, item: PlanItem, answer: _Answer | None) -> ItemResult:
         """One with drafts, the last of an answer, or one that was planned before its request's end was known (nobody reads it)."""

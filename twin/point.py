@@ -16,7 +16,7 @@ import msgspec
 from calibration.cost_model import CalibratedCost, ModelFit, ProbeFactors
 from calibration.imbalance import ExpertBalance
 from engine.core.errors import ConfigError, DomainError, InvariantError, OutputError, RequestError, TwinferError
-from engine.core.events import DecodeStretch, Finished, LogEvent, encode_lines
+from engine.core.events import Finished, LogEvent, encode_lines
 from engine.core.layout import parse_layout
 from engine.core.metrics import Slo
 from engine.core.sharding import EngramPlacement
@@ -102,8 +102,8 @@ class EventFile:
         self._file = file
 
     def events(self, replica: int, events: Sequence[LogEvent]) -> None:  # noqa: ARG002 (a listener's)
-        for event in events:
-            self._file.write(encode_lines(event.expanded() if isinstance(event, DecodeStretch) else (event,)))
+        for event in events:  # one by one: a stretch is long
+            self._file.write(encode_lines((event,)))
 
 
 @contextmanager

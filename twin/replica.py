@@ -188,6 +188,7 @@ class Replica:
         """
         self.index = index
         self.core = Scheduler(config, cost)
+        self.core.joins_decodes = not observers
         self.queued_prompt_tokens = 0  # of calls that have not ended
         self._clock, self._cost, self._outcomes = clock, cost, outcomes
         self._fold, self._totals, self._ended = fold, totals, ended

@@ -57,6 +57,21 @@ class TokensEmitted(msgspec.Struct, frozen=True, tag="tokens", omit_defaults=Tru
     logprobs: tuple[TokenLogprobs, ...] = ()
 
 
+class DecodesEmitted(msgspec.Struct, frozen=True, tag="decodes", gc=False):
+    """A token of each of ``requests``, written as one: the same as the events of ``expanded``. Only where a driver asks for it.
+
+    While the same requests go on, ``requests`` is one object in all their events.
+    """
+
+    now_s: float
+    requests: tuple[RequestId, ...]
+    tokens: tuple[int, ...]
+
+    def expanded(self) -> Iterator[TokensEmitted]:
+        for request, token in zip(self.requests, self.tokens, strict=True):
+            yield TokensEmitted(self.now_s, request, (token,))
+
+
 class Preempted(msgspec.Struct, frozen=True, tag="preempted"):
     now_s: float
     request: RequestId
@@ -183,8 +198,8 @@ class DriftAlarm(msgspec.Struct, frozen=True, tag="drift"):
 
 
 Event = Union[
-    Arrived, Rejected, Admitted, TokensEmitted, Preempted, Resumed, Finished, StepPlanned, StepCommitted, StepPriced, StepMeasured,
-    DriftAlarm,
+    Arrived, Rejected, Admitted, TokensEmitted, DecodesEmitted, Preempted, Resumed, Finished, StepPlanned, StepCommitted, StepPriced,
+    StepMeasured, DriftAlarm,
 ]  # fmt: skip
 LogEvent = Union[Event, DecodeStretch]
 
@@ -192,7 +207,7 @@ LogEvent = Union[Event, DecodeStretch]
 def expand(events: Iterable[LogEvent]) -> Iterator[Event]:
     """The log in its long form."""
     for event in events:
-        if isinstance(event, DecodeStretch):
+        if isinstance(event, DecodeStretch | DecodesEmitted):
             yield from event.expanded()
         else:
             yield event
@@ -202,9 +217,9 @@ _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Event)
 
 
-def encode_lines(events: Iterable[Event]) -> bytes:
-    """JSON Lines, each line ended by a newline."""
-    return b"".join(_encoder.encode(event) + b"\n" for event in events)
+def encode_lines(events: Iterable[LogEvent]) -> bytes:
+    """JSON Lines of the log in its long form, each line ended by a newline."""
+    return b"".join(_encoder.encode(event) + b"\n" for event in expand(events))
 
 
 def decode_lines(data: bytes) -> Iterator[Event]:

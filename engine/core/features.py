@@ -14,7 +14,7 @@ from __future__ import annotations
 import msgspec
 
 from engine.core.counts import candidate_rows
-from engine.core.plan import RankPlan, StepPlan
+from engine.core.plan import DecodeItems, PlanItem, RankPlan, StepPlan
 from engine.core.specs import AttentionRole, ModelSpec, V41Spec
 
 
@@ -54,7 +54,29 @@ def features(plan: StepPlan, spec: ModelSpec, *, has_pairs: bool = True) -> Feat
 
 
 def _add_rank(table: Features, rank: RankPlan) -> None:
-    items = rank.items
+    if isinstance(rank.items, DecodeItems):
+        _add_decodes(table, rank.items)
+    else:
+        _add_items(table, rank.items)
+    table.copied_blocks.append(len(rank.copies))
+    table.swapped_blocks.append(sum(len(order.blocks) for order in rank.swap_outs) + sum(len(order.blocks) for order in rank.swap_ins))
+    table.started_requests.append(len(rank.starts))
+    table.saved_tails.append(len(rank.tail_saves))
+
+
+def _add_decodes(table: Features, items: DecodeItems) -> None:
+    count = len(items)
+    table.requests.append(count)
+    table.tokens.append(count)
+    table.prompt_tokens.append(0)
+    table.emitting_rows.append(count)
+    table.draft_rows.append(0)
+    table.context_tokens.append(items.context_tokens)
+    table.longest_query_tokens.append(1)
+    table.longest_context_tokens.append(items.longest_context_tokens)
+
+
+def _add_items(table: Features, items: tuple[PlanItem, ...]) -> None:
     new_tokens = [item.num_new_tokens for item in items]
     tokens = sum(new_tokens)
     emitting = [item for item in items if item.emits]
@@ -73,18 +95,18 @@ def _add_rank(table: Features, rank: RankPlan) -> None:
     table.context_tokens.append(sum(contexts))
     table.longest_query_tokens.append(max(new_tokens, default=0))
     table.longest_context_tokens.append(max(contexts, default=0))
-    table.copied_blocks.append(len(rank.copies))
-    table.swapped_blocks.append(sum(len(order.blocks) for order in rank.swap_outs) + sum(len(order.blocks) for order in rank.swap_ins))
-    table.started_requests.append(len(rank.starts))
-    table.saved_tails.append(len(rank.tail_saves))
 
 
 def _add_pairs(table: Features, rank: RankPlan, spec: ModelSpec, ratios: list[int]) -> None:
-    spans = [(item.num_computed_tokens, item.num_computed_tokens + item.num_new_tokens) for item in rank.items]
-    table.context_pairs.append(sum(pairs(begin, end) for begin, end in spans))
     if not isinstance(spec, V41Spec):
         table.window_pairs.append(0)
         table.candidate_pairs.append(0)
+        if isinstance(rank.items, DecodeItems):
+            table.context_pairs.append(rank.items.context_tokens)
+            return
+    spans = [(item.num_computed_tokens, item.num_computed_tokens + item.num_new_tokens) for item in rank.items]
+    table.context_pairs.append(sum(pairs(begin, end) for begin, end in spans))
+    if not isinstance(spec, V41Spec):
         return
     table.window_pairs.append(sum(pairs(begin, end, cap=spec.sliding_window) for begin, end in spans))
     for ratio in ratios:

@@ -30,6 +30,7 @@ import msgspec
 from engine.core.events import (
     Admitted,
     Arrived,
+    DecodesEmitted,
     DecodeStretch,
     DriftAlarm,
     Finished,
@@ -240,6 +241,9 @@ class MetricsLog:
         match event:
             case TokensEmitted():
                 self.requests[event.request].emitted(event.now_s, len(event.tokens))
+            case DecodesEmitted():
+                for request_id in event.requests:
+                    self.requests[request_id].emitted(event.now_s, 1)
             case Arrived():
                 self.requests[event.request] = RequestMetrics(event.request, event.now_s, event.num_prompt_tokens)
             case Admitted():

@@ -19,7 +19,7 @@ from engine.core.rank_counters import RankCounters
 RequestId = int
 
 
-class PlanItem(msgspec.Struct, frozen=True, array_like=True):
+class PlanItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Compute ``num_new_tokens`` tokens of one request, at positions [num_computed, num_computed + num_new).
 
     The last ``num_draft_tokens`` of them are drafts to be verified. ``emits`` is true where the last non-draft token is the newest
@@ -32,6 +32,15 @@ class PlanItem(msgspec.Struct, frozen=True, array_like=True):
     num_new_tokens: int
     num_draft_tokens: int
     emits: bool
+
+
+class DecodeItems(tuple[PlanItem, ...]):
+    """Items that each decode one token, with what they come to, so that nobody has to count it item by item. While the same requests go on,
+    ``requests`` is one object in all their plans. On the wire these are items like any, and their reader finds a plain tuple."""
+
+    requests: tuple[RequestId, ...]
+    context_tokens: int  # in cache after the step, of all of them
+    longest_context_tokens: int
 
 
 class BlockCopy(msgspec.Struct, frozen=True, array_like=True):
@@ -109,7 +118,7 @@ class RankPlan(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def num_tokens(self) -> int:
-        return sum(item.num_new_tokens for item in self.items)
+        return len(self.items) if isinstance(self.items, DecodeItems) else sum(item.num_new_tokens for item in self.items)
 
 
 class StepPlan(msgspec.Struct, frozen=True, tag="plan"):
@@ -133,10 +142,12 @@ class StepPeers(msgspec.Struct, frozen=True, array_like=True):
 
 def step_peers(plan: StepPlan) -> StepPeers:
     """The peers' view of ``plan``; every worker of the replica is given the same."""
-    emitting = [[item for item in rank.items if item.emits] for rank in plan.ranks]
+    emitting = [rank.items if isinstance(rank.items, DecodeItems) else [item for item in rank.items if item.emits] for rank in plan.ranks]
     return StepPeers(
         num_tokens=tuple(rank.num_tokens for rank in plan.ranks),
-        num_logit_rows=tuple(sum(1 + item.num_draft_tokens for item in items) for items in emitting),
+        num_logit_rows=tuple(
+            len(items) if isinstance(items, DecodeItems) else sum(1 + item.num_draft_tokens for item in items) for items in emitting
+        ),
         num_emitting=tuple(len(items) for items in emitting),
     )
 
@@ -149,7 +160,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: tuple[float, ...] = ()
 
 
-class ItemResult(msgspec.Struct, frozen=True, array_like=True):
+class ItemResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The outcome of one emitting item: the accepted drafts and then one token of the target model itself.
 
     ``len(tokens)`` is 1 + accepted drafts. ``logprobs`` is empty or of the same length. With an ``error`` there are no tokens: nothing

@@ -9,6 +9,7 @@ from engine.core.prefix_tree import Match, Node, PrefixTree
 from engine.core.request import Sequence
 from engine.core.scheduler_config import SchedulerConfig
 from engine.core.states import State
+from engine.core.steady import MIN_PLANS, SteadyDecode
 from engine.core.tail_pool import TailPool
 
 
@@ -32,6 +33,9 @@ class RankState:
         self.free_slots = list(range(cache.max_running - 1, -1, -1))
         self.running: list[Sequence] = []
         self.fork_sources: list[Sequence] = []
+        self.steady: SteadyDecode | None = None
+        self._decoded: list[Sequence] = []  # by the plan before, where that is all it did
+        self._num_alike = 0  # plans before that one which decoded the same
         default_watermark = max(1, cache.num_blocks // 100)
         self._watermark = default_watermark if config.watermark_blocks is None else config.watermark_blocks
 
@@ -48,7 +52,10 @@ class RankState:
 
     @property
     def num_held_tokens(self) -> int:
-        return sum(sequence.num_expected for sequence in self.running)
+        if self.steady is None:
+            return sum(sequence.num_expected for sequence in self.running)
+        others = self.running[len(self.steady.sequences) :]
+        return self.steady.num_held_tokens + sum(sequence.num_expected for sequence in others)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -108,6 +115,37 @@ class RankState:
             self.tree.unlock(sequence.lock_node)
         sequence.lock_node = None
         sequence.num_locked_blocks = 0
+
+    # --- steady decode ---------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Before anybody reads or changes the counts or tokens of a running sequence."""
+        if self.steady is not None:
+            self.steady.settle()
+            self.steady = None
+
+    def steady_for_plan(self) -> SteadyDecode | None:
+        """What the next plan goes on with, or begins; None, with all settled, where it is not known to be plain decode."""
+        steady = self.steady
+        if steady is not None:
+            if len(steady.sequences) == len(self.running) and steady.num_planned < steady.max_plans:
+                return steady
+            self.settle()
+        elif self._num_alike >= MIN_PLANS - 1 and self._decoded == self.running and not self.fork_sources:
+            steady = SteadyDecode(self.running, self.block_size)
+            self._num_alike = 0
+            if steady.max_plans >= MIN_PLANS:
+                self.steady = steady
+        return self.steady
+
+    def decoded(self, sequences: list[Sequence]) -> None:
+        """A plan decodes these, one token each, or does not only that and says none."""
+        if not sequences or self.saves_tails:
+            self._decoded, self._num_alike = [], 0
+        elif sequences == self._decoded:
+            self._num_alike += 1
+        else:
+            self._decoded, self._num_alike = list(sequences), 0
 
     # --- prefix tree -----------------------------------------------------------------------------------------------------
 

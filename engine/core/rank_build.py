@@ -17,7 +17,7 @@ checks on every plan:
 from __future__ import annotations
 
 from engine.core.events import Event, Preempted
-from engine.core.plan import BlockAppend, BlockCopy, PlanItem, RankPlan, RequestId, SequenceStart, SwapIn, SwapOut, TailSave
+from engine.core.plan import BlockAppend, BlockCopy, DecodeItems, PlanItem, RankPlan, RequestId, SequenceStart, SwapIn, SwapOut, TailSave
 from engine.core.policies import VictimView, victim_newest
 from engine.core.prefix_tree import Match
 from engine.core.rank import RankState
@@ -25,6 +25,7 @@ from engine.core.request import Sequence
 from engine.core.scheduler_config import SchedulerConfig
 from engine.core.slo_policy import RankLoad, StepLimits
 from engine.core.states import State, Transition
+from engine.core.steady import SteadyDecode
 
 
 class RankBuild:
@@ -46,6 +47,8 @@ class RankBuild:
         self.items: list[PlanItem] = []
         self.sequences: list[Sequence] = []  # of items, in the same order
         self.num_decodes = 0  # the first items: one token each, no drafts, of requests whose prompt is computed
+        self.steady: SteadyDecode | None = None  # whose these are, apart from ``items`` and ``sequences``, in
+        self.decodes: DecodeItems | None = None
         self.swap_outs: list[SwapOut] = []
         self.swap_ins: list[SwapIn] = []
         self.copies: list[BlockCopy] = []
@@ -63,6 +66,10 @@ class RankBuild:
 
     def plan_decodes(self) -> None:
         """One token (and drafts) for each that decodes; those with prompt left to compute are noted."""
+        steady = self.rank.steady_for_plan()
+        if steady is not None and self._go_on(steady):
+            return
+        self.rank.settle()
         block_size, running = self.rank.block_size, tuple(self.rank.running)  # a preemption changes the list itself
         save_tails, draft_tokens = self.save_tails, self.config.draft_tokens
         add_item, add_sequence, victims = self.items.append, self.sequences.append, self.victims
@@ -96,6 +103,19 @@ class RankBuild:
                 self.boundaries.append((sequence, position))
         self.budget -= sum(item.num_new_tokens for item in self.items) if draft_tokens else len(self.items)
         self.num_decodes = 0 if draft_tokens else len(self.items)
+        self.rank.decoded(self.sequences if self.num_decodes == len(running) else [])
+
+    def _go_on(self, steady: SteadyDecode) -> bool:
+        """Plan what ``steady`` has next; False, and nothing done, where blocks are missing."""
+        growing = steady.growing()
+        if len(growing) > self.rank.num_allocatable:
+            return False
+        for index in growing:
+            self._append_blocks(steady.sequences[index], self.rank.allocate(1) or [])
+        self.decodes, self.steady = steady.plan(), steady
+        self.num_decodes = len(self.decodes)
+        self.budget -= self.num_decodes
+        return True
 
     def limit(self, limits: StepLimits) -> None:
         """Before any prompt chunk: what the running requests leave to prompts and new requests."""
@@ -105,8 +125,11 @@ class RankBuild:
 
     def load(self) -> RankLoad:
         """After ``plan_decodes``."""
-        context = sum(item.num_computed_tokens + item.num_new_tokens for item in self.items)
-        return RankLoad(len(self.items), context, self.prompts[0].num_planned if self.prompts else None)
+        if self.decodes is not None:
+            context = self.decodes.context_tokens
+        else:
+            context = sum(item.num_computed_tokens + item.num_new_tokens for item in self.items)
+        return RankLoad(self.num_items, context, self.prompts[0].num_planned if self.prompts else None)
 
     def plan_prompts(self) -> None:
         """Chunks of the prompts that have begun, with what is left of the budget."""
@@ -162,9 +185,12 @@ class RankBuild:
             if victim is sequence:
                 return None
             blocks = rank.allocate(1)
-        sequence.blocks += blocks
-        self.appends[sequence.id] = BlockAppend(sequence.slot, held, tuple(blocks))
+        self._append_blocks(sequence, blocks)
         return num_draft
+
+    def _append_blocks(self, sequence: Sequence, blocks: list[int]) -> None:
+        self.appends[sequence.id] = BlockAppend(sequence.slot, len(sequence.blocks), tuple(blocks))
+        sequence.blocks += blocks
 
     # --- preemption ----------------------------------------------------------------------------------------------------------
 
@@ -224,6 +250,10 @@ class RankBuild:
         self.swap_outs.append(SwapOut(victim.slot, tuple(victim.blocks[:count]), tuple(host_blocks), state))
         victim.move(Transition.SWAP_OUT)
         return True
+
+    @property
+    def num_items(self) -> int:
+        return len(self.items) + (0 if self.decodes is None else len(self.decodes))
 
     # --- starts -----------------------------------------------------------------------------------------------------------------
 
@@ -364,13 +394,19 @@ class RankBuild:
     def finish(self) -> tuple[RankPlan, list[tuple[Sequence, int, int]]]:
         """The rank's plan, and its tail saves as (sequence, position, tail) for the commit."""
         saves = self.rank.take_tails(self.boundaries)
+        items: tuple[PlanItem, ...]
+        if self.decodes is None or self.steady is None:
+            items = tuple(self.items)
+        else:
+            items = (*self.decodes, *self.items) if self.items else self.decodes
+            self.sequences = [*self.steady.sequences, *self.sequences] if self.items else self.steady.sequences
         plan = RankPlan(
             tuple(self.swap_outs),
             tuple(self.swap_ins),
             tuple(self.copies),
             tuple(self.starts),
             tuple(self.appends.values()),
-            tuple(self.items),
+            items,
             tuple(TailSave(sequence.slot, position, tail) for sequence, position, tail in saves),
         )
         return plan, saves

@@ -18,7 +18,18 @@ import msgspec
 
 from engine.core.admission import admit
 from engine.core.errors import CapacityError, ConfigError, InvariantError, RequestError
-from engine.core.events import Admitted, Arrived, Event, Finished, FinishReason, Rejected, StepCommitted, StepPlanned, TokensEmitted
+from engine.core.events import (
+    Admitted,
+    Arrived,
+    DecodesEmitted,
+    Event,
+    Finished,
+    FinishReason,
+    Rejected,
+    StepCommitted,
+    StepPlanned,
+    TokensEmitted,
+)
 from engine.core.plan import ItemResult, PlanItem, RankPlan, RankResult, RequestId, StepPlan, StepResult
 from engine.core.policies import ORDER_POLICIES
 from engine.core.rank import RankState
@@ -28,6 +39,7 @@ from engine.core.scheduler_config import SchedulerConfig
 from engine.core.scheduler_state import Stats, check, stats
 from engine.core.slo_policy import SloPolicy
 from engine.core.states import State, Transition
+from engine.core.steady import SteadyDecode
 from engine.core.step_cost import StepCost
 from engine.core.waiting import WaitingQueue
 
@@ -42,6 +54,7 @@ class Uncommitted(msgspec.Struct):
     tail_saves: list[list[tuple[Sequence, int, int]]]
     pins: list[list[int]]
     num_decodes: list[int]
+    steady: list[SteadyDecode | None]  # whose these decodes are
 
 
 class Scheduler:
@@ -62,6 +75,7 @@ class Scheduler:
         self.prefix_query_tokens = 0
         self.prefix_hit_tokens = 0
         self.events: list[Event] = []
+        self.joins_decodes = False  # emit DecodesEmitted: for a driver that asks nothing of single tokens
         self.build = 0  # counts calls that built a plan, also such as came out empty
         self.uncommitted: deque[Uncommitted] = deque()
         self.next_step = 0
@@ -220,16 +234,24 @@ class Scheduler:
             admit(self, builds, now_s)
         for build in builds:
             build.release_read()
-        if not any(build.items or build.swap_outs for build in builds):
+        if not any(build.num_items or build.swap_outs for build in builds):
             return None, gave_back
         finished = [build.finish() for build in builds]
         plan = StepPlan(self.next_step, tuple(rank_plan for rank_plan, _ in finished))
         self.next_step += 1
-        num_items, num_running = sum(len(build.items) for build in builds), sum(len(rank.running) for rank in self.ranks)
+        num_items, num_running = sum(build.num_items for build in builds), sum(len(rank.running) for rank in self.ranks)
         num_tokens = sum(build.num_tokens for build in builds)
         sequences, saves = [build.sequences for build in builds], [saves for _, saves in finished]
         self.uncommitted.append(
-            Uncommitted(plan, num_tokens, sequences, saves, [build.pins for build in builds], [build.num_decodes for build in builds])
+            Uncommitted(
+                plan,
+                num_tokens,
+                sequences,
+                saves,
+                [build.pins for build in builds],
+                [build.num_decodes for build in builds],
+                [build.steady for build in builds],
+            )
         )
         self.events.append(StepPlanned(now_s, plan.step, num_items, num_tokens, num_running, self.num_waiting))
         return plan, gave_back
@@ -257,8 +279,15 @@ class Scheduler:
             raise InvariantError(f"the result of step {result.step} ({len(result.ranks)} ranks) is not of step {plan.step}")
         record = self.uncommitted.popleft()
         before = self.num_output_tokens
-        for rank_plan, rank_result, sequences, count in zip(plan.ranks, result.ranks, record.sequences, record.num_decodes, strict=True):
-            done = count if count and self._commit_decodes(rank_result.items[:count], sequences[:count], now_s) else 0
+        for rank, rank_plan, rank_result in zip(self.ranks, plan.ranks, result.ranks, strict=True):
+            sequences, count, steady = record.sequences[rank.rank], record.num_decodes[rank.rank], record.steady[rank.rank]
+            decodes = rank_result.items[:count]
+            if steady is not None and steady is rank.steady and self._commit_steady(steady, decodes, now_s):
+                done = count
+            else:
+                if steady is rank.steady:
+                    rank.settle()
+                done = count if count and self._commit_decodes(decodes, sequences[:count], now_s) else 0
             if done < len(sequences) or done < len(rank_result.items):
                 self._commit_rank(rank_plan, rank_result, sequences, done, now_s)
         self._settle_tails(record, attach=True)
@@ -355,6 +384,18 @@ class Scheduler:
         self.num_output_tokens += len(results)
         return True
 
+    def _commit_steady(self, steady: SteadyDecode, results: tuple[ItemResult, ...], now_s: float) -> bool:
+        """What ``_commit_decodes`` does where no request ends; false, and nothing done, where one might."""
+        tokens = steady.commit(results)
+        if tokens is None:
+            return False
+        if self.joins_decodes:
+            self.events.append(DecodesEmitted(now_s, steady.requests, tokens))
+        else:
+            self.events += [TokensEmitted(now_s, outcome.request, outcome.tokens) for outcome in results]
+        self.num_output_tokens += len(results)
+        return True
+
     def _commit_item(self, sequence: Sequence, item: PlanItem, outcome: ItemResult | None, now_s: float) -> None:
         """Prompt chunks, drafts, and what was preempted while it ran (its tokens count, what it computed is gone)."""
         accepted = 0 if outcome is None else len(outcome.tokens) - 1
@@ -427,6 +468,8 @@ class Scheduler:
         message: str = "",
     ) -> None:
         before = sequence.state
+        if before is State.RUNNING:
+            self._rank_of(sequence).settle()
         sequence.move(transition)
         del self.sequences[sequence.id]
         kept_for_forks = False

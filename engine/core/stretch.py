@@ -119,6 +119,7 @@ class Stretch:
                     [saves for _, saves in plans],
                     [[] for _ in scheduler.ranks],
                     [len(rank.running) for rank in scheduler.ranks],
+                    [None for _ in scheduler.ranks],
                 )
             )
         requests = tuple(sequence.id for rank in scheduler.ranks for sequence in rank.running)
@@ -139,15 +140,17 @@ def find_stretch(
     if scheduler.config.draft_tokens or depth > 1 or scheduler.num_forking or not _admits_nobody(scheduler):
         return None
     record = scheduler.uncommitted[0] if depth else None
+    for rank in scheduler.ranks:
+        if rank.running and rank.running[-1].num_computed < rank.running[-1].target:
+            return None  # the usual reason, seen at once
     num_steps, num_running = max_steps, 0
     ranks: list[RankStretch] = []
     for rank in scheduler.ranks:
         if rank.fork_sources or (record is not None and record.sequences[rank.rank] != rank.running):
             return None
-        if rank.running and rank.running[-1].num_computed < rank.running[-1].target:
-            return None  # the usual reason, seen at once
         if keeps_cache and record is not None and record.tail_saves[rank.rank]:
             return None
+        rank.settle()
         tokens: list[int] = []
         num_running += len(rank.running)
         for sequence in rank.running:

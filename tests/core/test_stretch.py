@@ -1,10 +1,14 @@
-"""Stretches of steady decode against the same steps one by one: state, plans, events and metrics, to the last block id and tick."""
+"""Steady decode, step by step and in stretches, against steps whose counts are kept request by request.
+
+State, plans, events and metrics are the same, to the last block id and tick.
+"""
 
 from __future__ import annotations
 
 import random
 from array import array
-from typing import Any
+from collections import defaultdict
+from typing import Any, Literal, get_args
 
 import msgspec
 import pytest
@@ -14,9 +18,10 @@ from hypothesis import strategies as st
 from engine.core.block_pool import BlockPool
 from engine.core.cache_config import CacheConfig
 from engine.core.errors import InvariantError
-from engine.core.events import DecodeStretch, LogEvent, StepPlanned, expand
+from engine.core.events import DecodeStretch, LogEvent, StepPlanned, TokensEmitted, expand
+from engine.core.features import features
 from engine.core.metrics import MetricsLog, Slo, distribution, weighted_distribution
-from engine.core.plan import ItemResult, RankResult, RequestId, StepPlan, StepResult
+from engine.core.plan import DecodeItems, ItemResult, RankResult, RequestId, StepPlan, StepResult, step_peers
 from engine.core.prefix_tree import Node, PrefixTree
 from engine.core.request import Request, Sequence
 from engine.core.sampling import SamplingParams
@@ -24,10 +29,14 @@ from engine.core.scheduler import Scheduler
 from engine.core.scheduler_config import SchedulerConfig
 from engine.core.stretch import Answer, Stretch, find_stretch
 from engine.core.tail_pool import TailPool
+from tests.calibration.synthetic import tiny
 from tests.core.core_harness import EOS
 from tests.core.test_scheduler_fuzz import random_config, random_request
+from tests.core.test_tensors import dense_spec
 
 TOKEN = 3
+SPECS = (dense_spec(), tiny())
+How = Literal["settled", "steady", "stretching"]
 
 
 class Arrival(msgspec.Struct):
@@ -38,11 +47,15 @@ class Arrival(msgspec.Struct):
 
 
 class Driver:
-    """One replica whose answers and step times are known beforehand; ``fast`` goes by stretches where it may."""
+    """One replica whose answers and step times are known beforehand. ``settled``: no sequence ever lags behind; ``stretching``: goes by
+    stretches where it may."""
 
-    def __init__(self, config: SchedulerConfig, arrivals: list[Arrival], depth: int, fast: bool) -> None:
+    def __init__(self, config: SchedulerConfig, arrivals: list[Arrival], depth: int, how: How) -> None:
         self.scheduler = Scheduler(config)
-        self.depth, self.fast = depth, fast
+        self.depth, self.how = depth, how
+        self.scheduler.joins_decodes = how == "steady"
+        self.num_output: dict[RequestId, int] = defaultdict(int)
+        self.num_steady = 0  # ranks' plans that went on with the one before
         self.now_s = 0.0
         self.plans: list[StepPlan] = []
         self.plan_log: dict[int, StepPlan] = {}
@@ -77,9 +90,12 @@ class Driver:
             while len(self.plans) < self.depth:
                 if len(self.plans) == self.depth - 1:
                     self._turn()
+                if self.how == "settled":
+                    never_steady(self.scheduler)
                 plan = self.scheduler.plan(self.now_s)
                 if plan is None:
                     break
+                self.num_steady += sum(isinstance(rank.items, DecodeItems) for rank in plan.ranks)
                 self.plans.append(plan)
                 self.plan_log[plan.step] = plan
             if self.plans:
@@ -88,7 +104,7 @@ class Driver:
 
     def _turn(self) -> None:
         """The planner's turn: where a stretch may begin, and where states of both drivers are compared."""
-        stretch = find_stretch(self.scheduler, self.answer_of, 1000) if self.fast else None
+        stretch = find_stretch(self.scheduler, self.answer_of, 1000) if self.how == "stretching" else None
         if stretch is not None:
             self._advance(stretch)
         self.snapshots[self.scheduler.next_step] = None if self.scheduler.build % 11 else snapshot(self.scheduler)
@@ -103,7 +119,7 @@ class Driver:
             committed_s.append(now_s)
         if committed_s:
             waited = self.scheduler.num_waiting > 0
-            self.log += stretch.advance(self.now_s, committed_s, [0.5] * len(committed_s))
+            self._note(stretch.advance(self.now_s, committed_s, [0.5] * len(committed_s)))
             self.scheduler.check()
             self.now_s = committed_s[-1]
             self.stretches.append((step, len(committed_s)))
@@ -114,19 +130,38 @@ class Driver:
         plan = self.plans.pop(0)
         self.now_s += self.step_s(plan.step)
         ranks = tuple(RankResult(tuple(self._result(item.request) for item in rank.items if item.emits)) for rank in plan.ranks)
-        self.log += self.scheduler.commit(plan, StepResult(plan.step, ranks, 0.5), self.now_s)
+        self._note(self.scheduler.commit(plan, StepResult(plan.step, ranks, 0.5), self.now_s))
+        self.scheduler.check()
+
+    def _note(self, events: tuple[LogEvent, ...]) -> None:
+        self.log += events
+        for event in expand(events):
+            if isinstance(event, TokensEmitted):
+                self.num_output[event.request] += len(event.tokens)
 
     def answer_of(self, sequence: Sequence) -> Answer:
         return Answer(TOKEN, self.output_tokens[sequence.id] - sequence.num_output)
 
     def _result(self, request: RequestId) -> ItemResult:
-        sequence = self.scheduler.sequences.get(request)
-        ends = sequence is None or sequence.num_output + 1 == self.output_tokens[request]
+        ends = request not in self.scheduler.sequences or self.num_output[request] + 1 == self.output_tokens[request]
         return ItemResult(request, (EOS if ends else TOKEN,))
 
 
+def settle(scheduler: Scheduler) -> None:
+    for rank in scheduler.ranks:
+        rank.settle()
+
+
+def never_steady(scheduler: Scheduler) -> None:
+    """Before every plan: each is then made request by request."""
+    settle(scheduler)
+    for rank in scheduler.ranks:
+        rank.decoded([])
+
+
 def snapshot(scheduler: Scheduler) -> Any:
-    """Everything a scheduler knows, with names instead of references."""
+    """Everything a scheduler knows, with names instead of references; but for what it knows of the plans before."""
+    settle(scheduler)
     nodes = {}
     for rank in scheduler.ranks:
         for root in rank.tree._roots.values():
@@ -160,12 +195,12 @@ def snapshot(scheduler: Scheduler) -> Any:
     def fields(value: Any) -> list[tuple[str, Any]]:
         slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
         names = [*slots, *getattr(value, "__dict__", {})]
-        left_out = {"_policy", "pool", "tails", "tree", "_roots", "events"}
+        left_out = {"_policy", "pool", "tails", "tree", "_roots", "events", "steady", "_decoded", "_num_alike"}
         return [(name, plain(getattr(value, name))) for name in names if isinstance(value, Node) or name not in left_out]
 
     records = [(r.plan, r.num_tokens, plain(r.sequences), plain(r.tail_saves), r.pins) for r in scheduler.uncommitted]
     ranks = [(fields(r), fields(r.pool), plain(r.tree), fields(r.tails) if r.tails else None) for r in scheduler.ranks]
-    counters = [(name, value) for name, value in vars(scheduler).items() if isinstance(value, int)]
+    counters = [(name, value) for name, value in vars(scheduler).items() if type(value) is int]
     waiting = [sequence.id for sequence in scheduler.waiting.in_order()]
     return records, ranks, counters, waiting, [fields(sequence) for sequence in scheduler.sequences.values()]
 
@@ -193,8 +228,17 @@ def random_case(seed: int, kind: str) -> tuple[SchedulerConfig, list[Arrival]]:
 
 
 def compare(config: SchedulerConfig, arrivals: list[Arrival], depth: int) -> Driver:
-    slow, fast = (Driver(config, arrivals, depth, fast).run() for fast in (False, True))
-    assert list(expand(fast.log)) == slow.log
+    slow, steady, fast = (Driver(config, arrivals, depth, how).run() for how in get_args(How))
+    assert list(expand(steady.log)) == list(expand(fast.log)) == slow.log
+    assert steady.plan_log == slow.plan_log
+    assert steady.snapshots == slow.snapshots
+    assert slow.num_steady == 0
+    for plan in list(steady.plan_log.values())[::7]:
+        plain = StepPlan(plan.step, tuple(msgspec.structs.replace(rank, items=tuple(rank.items)) for rank in plan.ranks))
+        assert step_peers(plan) == step_peers(plain)
+        assert plan.num_tokens == plain.num_tokens
+        assert all(features(plan, spec) == features(plain, spec) for spec in SPECS)
+    fast.num_steady = steady.num_steady
     assert fast.plan_log.items() <= slow.plan_log.items()
     for step, state in fast.snapshots.items():
         assert state == slow.snapshots[step], f"before step {step}"
@@ -213,12 +257,14 @@ def compare(config: SchedulerConfig, arrivals: list[Arrival], depth: int) -> Dri
 @pytest.mark.parametrize("kind", ["dense", "state", "swap", "ranks"])
 def test_same_as_stepping(kind: str, depth: int) -> None:
     """And the runs reach what matters: long stretches, growth, eviction, tails, queues."""
-    rounds = steps = waited = 0
+    rounds = steps = waited = stepped = 0
     for seed in range(16):
         fast = compare(*random_case(seed, kind), depth)
         rounds += sum(count for _, count in fast.stretches)
         steps += fast.scheduler.next_step
         waited += fast.num_waited
+        stepped += fast.num_steady
+    assert stepped > 0.05 * steps
     assert rounds > 0.08 * steps
     assert waited > 3
 
@@ -233,7 +279,7 @@ def steady(depth: int = 1, num_blocks: int = 40, **options: Any) -> Driver:
     """Two requests that decode, one plan under way with overlap."""
     cache = CacheConfig(num_blocks=num_blocks, block_size=4, max_running=2, max_batched_tokens=32, context_length=100)
     config = SchedulerConfig(cache=cache, **options)
-    driver = Driver(config, [], depth, True)
+    driver = Driver(config, [], depth, "stretching")
     for request in (0, 1):
         driver.output_tokens[request] = 30
         driver.scheduler.submit(Request(request, (5, 6, 7 + request), SamplingParams(max_tokens=50)), 0.0)

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from calibration.cost_model import CalibratedCost
-from engine.core.events import DecodeStretch, LogEvent, expand
+from engine.core.events import DecodeStretch, Event, LogEvent, expand
 from engine.core.layout import parse_layout
 from engine.core.metrics import Slo
+from engine.core.plan import StepPlan, StepResult
 from engine.core.specs import ModelSpec
 from engine.core.step_cost import StepCost
 from engine.core.stretch import StretchCost
@@ -32,6 +33,20 @@ from twin.workload.types import SimRequest
 SPEC = tiny()
 FIT = true_fit(SPEC)
 LAYOUTS = {1: "tp1dp1ep1", 2: "tp1dp2ep2"}
+
+
+class Onlooker:
+    """With whom no step is skipped and no tokens are written as one."""
+
+    def __init__(self) -> None:
+        self.by_replica: dict[int, list[Event]] = defaultdict(list)
+
+    def planned(self, _replica: int, _plan: StepPlan, _now_s: float) -> None: ...
+
+    def committed(self, _replica: int, _plan: StepPlan, _result: StepResult, _now_s: float) -> None: ...
+
+    def events(self, replica: int, events: Sequence[Event]) -> None:
+        self.by_replica[replica] += events
 
 
 class Events:
@@ -56,8 +71,11 @@ def compare(config: TwinConfig, requests: Sequence[SimRequest], following: dict[
     pause_s = 0.003
     fast, leaps = run(config, GivenWorkload(requests, following, pause_s), cost)
     slow, steps = run(msgspec.structs.replace(config, fast_forward=False), GivenWorkload(requests, following, pause_s), cost)
-    assert {replica: list(expand(events)) for replica, events in leaps.by_replica.items()} == steps.by_replica
-    assert fast == slow
+    onlooker = Onlooker()
+    watched = simulate(config, GivenWorkload(requests, following, pause_s), cost, observers=[onlooker])
+    for listener in (leaps, steps):
+        assert {replica: list(expand(events)) for replica, events in listener.by_replica.items()} == onlooker.by_replica
+    assert fast == slow == msgspec.structs.replace(watched, wall_s=0.0)
     skipped = [len(event.committed_s) for events in leaps.by_replica.values() for event in events if isinstance(event, DecodeStretch)]
     return sum(skipped) / fast.steps
 
