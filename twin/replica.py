@@ -3,6 +3,9 @@
 The order of a turn is that actor's, since it decides which plan is the first to see a newcomer: the mailbox is read, up to two plans are
 made and sent; when the older one's step ends it is committed, and only then is the mailbox read again. What comes while a step runs is thus
 in the plan made at its end, which with overlap runs one step later still. A step is one event, whatever the number of its tokens.
+
+A step takes as long as its slowest data rank, to which collectives hold the others. Where ranks have none between them, an engine's faster
+rank begins the next plan, which has been sent, while the slowest ends the one before: what it gains so is not counted here.
 """
 
 from __future__ import annotations
