@@ -9,13 +9,13 @@ folder.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
+from engine.command_line import add_common_arguments, print_json
 from engine.core.errors import ConfigError
 from engine.writing import check_file, make_folder
 
@@ -52,8 +52,7 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     record.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: the engine's for the model and device")
     record.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default auto)")
     for action, run in ((bring, run_import), (show, run_show), (record, run_record)):
-        action.add_argument("--json", action="store_true", help="one JSON object on stdout: seconds, counts, shares from 0 to 1")
-        action.add_argument("--log-level", metavar="LEVEL", help="debug, info, warning or error (default warning); env TWINFER_LOG_LEVEL")
+        add_common_arguments(action, "seconds, counts, shares from 0 to 1")
         action.set_defaults(run=run)
 
 
@@ -141,7 +140,7 @@ def _print_timers(path: Path, as_json: bool) -> None:
             components[name] = components.get(name, 0.0) + seconds
     total_s = sum(step["seconds"] for step in steps)
     if as_json:
-        _print_json(
+        print_json(
             {"num_steps": len(steps), "span_s": total_s, "by_component": {name: {"seconds": value} for name, value in components.items()}}
         )
         return
@@ -177,12 +176,6 @@ def _say_written(out: Path | None) -> None:
     print(f"wrote {out}" if out is not None else "nothing written: --out FILE keeps the table", file=sys.stderr)
 
 
-def _print_json(value: Any) -> None:
-    json.dump(msgspec.to_builtins(value), sys.stdout, ensure_ascii=False, allow_nan=False)
-    sys.stdout.write("\n")
-    sys.stdout.flush()
-
-
 def _print_kernels(table: KernelTable, as_json: bool) -> None:
     from calibration.analysis import summarise
     from calibration.replay import TOLERANCE, build_replay
@@ -195,7 +188,7 @@ def _print_kernels(table: KernelTable, as_json: bool) -> None:
             "relative_error": replayed_s / summary.span_s - 1 if summary.span_s else 0.0,
             "tolerance": TOLERANCE,
         }
-        _print_json({**msgspec.to_builtins(summary), "replay": replay})
+        print_json({**msgspec.to_builtins(summary), "replay": replay})
         return
     print(f"{summary.num_kernels} kernels, {summary.num_steps} steps, {len(summary.ranks)} ranks, {len(summary.streams)} streams")
     print(f"span {summary.span_s * 1e3:.3f} ms: busy {summary.busy_s * 1e3:.3f}, idle {summary.gap_s * 1e3:.3f} "
@@ -214,7 +207,7 @@ def _print_points(table: PointTable, as_json: bool) -> None:
 
     summary = summarise_points(table)
     if as_json:
-        _print_json(summary)
+        print_json(summary)
         return
     print(f"{summary['num_points']} measured points of {len(summary['ops'])} operations")
     for name, op in summary["ops"].items():

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.command_line import add_common_arguments, print_json
 from engine.core.errors import ConfigError
 from engine.writing import check_file, whole_file
 
@@ -87,8 +87,7 @@ def register(
     predict.add_argument("--no-probe", action="store_true", help="do not scale by how fast this machine is now")
     predict.set_defaults(run=lambda arguments: _predict(arguments, read_spec))
     for parser in (calibrate, predict):
-        parser.add_argument("--json", action="store_true", help="one JSON object on stdout, times in seconds, sizes in bytes")
-        parser.add_argument("--log-level", metavar="LEVEL", help="debug, info, warning or error (default warning); env TWINFER_LOG_LEVEL")
+        add_common_arguments(parser, "times in seconds, sizes in bytes")
 
 
 _EXPERT_BALANCE = (
@@ -155,7 +154,7 @@ def _run(arguments: argparse.Namespace, read_spec: Callable[[str], ModelSpec], r
 
 def _print_calibration(written: Calibration, as_json: bool) -> None:
     if as_json:
-        _print_json(_summary(written))
+        print_json(_summary(written))
     else:
         print("\n".join(_lines(written)))
 
@@ -185,7 +184,7 @@ def _export(arguments: argparse.Namespace, read_spec: Callable[[str], ModelSpec]
     specs = {fit.model: read_spec(fit.model) for fit in store.load(arguments.file).models if wanted in (None, fit.model)}
     count = export_fpm(arguments.file, arguments.out, wanted, specs)
     if arguments.json:
-        _print_json({"table": str(arguments.out), "num_forwards": count})
+        print_json({"table": str(arguments.out), "num_forwards": count})
     else:
         print(f"{arguments.out}: {count} forwards")
     return 0
@@ -283,7 +282,7 @@ def _report(arguments: argparse.Namespace, draw_report: DrawReport) -> int:
     except ImportError:
         raise ConfigError("calibrate report needs plotly: pip install 'twinfer[dashboards]'") from None
     if arguments.json:
-        _print_json({"page": str(arguments.out)})
+        print_json({"page": str(arguments.out)})
     else:
         print(arguments.out)
     return 0
@@ -306,7 +305,7 @@ def _next(arguments: argparse.Namespace, read_spec: Callable[[str], ModelSpec]) 
     layouts = [parse_layout(text) for text in ",".join(arguments.layout or ["tp1dp1ep1"]).split(",")]
     found = suggestions(fit, spec, layouts, parse_batches(arguments.batch_sizes), arguments.context, arguments.new_tokens)
     if arguments.json:
-        _print_json({"suggestions": found})
+        print_json({"suggestions": found})
     else:
         print("\n".join(f"{one['reason']}: {one['command']}" for one in found) or "nothing: the question lies inside what was measured")
     return 0
@@ -355,7 +354,7 @@ def _predict(arguments: argparse.Namespace, read_spec: Callable[[str], ModelSpec
     )
     found = points(fit, question, [parse_layout(text) for text in arguments.layout.split(",")], batches, probe)
     if arguments.json:
-        _print_json({"model": arguments.model, "calibration": {"made": calibration.made, "machine": calibration.machine}, "points": found})
+        print_json({"model": arguments.model, "calibration": {"made": calibration.made, "machine": calibration.machine}, "points": found})
     else:
         print(f"{'layout':<14} {'batch':>5}  {'step ms':>9}  {'90 % within':>19}  tokens/s/user")
         for one in found:
@@ -409,10 +408,3 @@ def _require_engine() -> None:
                 f"calibrate needs the engine to measure: pip install 'twinfer[engine,calibration]' ({name} is missing); --from fits what "
                 "was measured elsewhere"
             )
-
-
-def _print_json(value: object) -> None:
-    import msgspec
-
-    json.dump(msgspec.to_builtins(value), sys.stdout, allow_nan=False)
-    sys.stdout.write("\n")

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.command_line import add_common_arguments, add_config_arguments, print_config, print_json
 from engine.config import ENGINE_OPTIONS, SAMPLING_OPTIONS, SERVE_OPTIONS
 from engine.core.errors import ConfigError
 from engine.core.metrics import Slo
@@ -60,10 +61,8 @@ def register(
     parser.add_argument(
         "--events", type=Path, metavar="FILE.jsonl", help="write the event log of one simulation, as the engine's (JSON Lines)"
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout, times in seconds; the rest goes to stderr")
-    parser.add_argument("--log-level", metavar="LEVEL", help="debug, info, warning or error (default warning); env TWINFER_LOG_LEVEL")
-    parser.add_argument("--config", metavar="FILE", help="TOML file with any of these options; the command line and environment win")
-    parser.add_argument("--print-config", action="store_true", help="print every option, its value and its origin, then exit")
+    add_common_arguments(parser, "times in seconds")
+    add_config_arguments(parser)
     for options, title in (
         (COST_OPTIONS, "step times (one of --calibration, --step-cost)"),
         (WORKLOAD_PART, "workload"),
@@ -78,7 +77,7 @@ def _run(arguments: argparse.Namespace, read_spec: Callable[[str], ModelSpec], d
     known = (*ENGINE_OPTIONS, *SAMPLING_OPTIONS, *SERVE_OPTIONS)
     options = resolve(SIMULATE_OPTIONS, vars(arguments), os.environ, arguments.config, known=known)
     if arguments.print_config:
-        return _print_config(options, arguments.json)
+        return print_config(options, arguments.json)
     _require_libraries(options, with_report=arguments.output is not None)
     from twin import executors, point, questions
 
@@ -99,7 +98,7 @@ def _run(arguments: argparse.Namespace, read_spec: Callable[[str], ModelSpec], d
     if arguments.output is not None:
         _draw(draw_report, arguments.output, facts, points, details)
     if arguments.json:
-        _print_json({**facts, **points[0]} if len(points) == 1 else {**facts, "points": points})
+        print_json({**facts, **points[0]} if len(points) == 1 else {**facts, "points": points})
     else:
         print("\n".join(_lines(points, limits)))
     return _exit_code(points, strict_share)
@@ -158,14 +157,6 @@ def _require_libraries(options: Resolved, *, with_report: bool) -> None:
         raise ConfigError(f"twinfer simulate needs {error.name} for this: pip install -e '.[{extra}]'") from None
 
 
-def _print_config(options: Resolved, as_json: bool) -> int:
-    if as_json:
-        _print_json({key: {"value": value, "origin": options.origins[key]} for key, value in options.shown().items()})
-    else:
-        print(options.describe())
-    return 0
-
-
 def _lines(points: Sequence[Mapping[str, Any]], limits: Slo | None) -> list[str]:
     """The results as a person reads them: a line for each point, and what makes them doubtful."""
     width = max(len(str(point["name"])) for point in points)
@@ -212,14 +203,6 @@ def _number(value: float | None) -> str:
 
 def _say(text: str) -> None:
     print(f"twinfer simulate: {text}", file=sys.stderr, flush=True)
-
-
-def _print_json(value: object) -> None:
-    import json
-
-    json.dump(value, sys.stdout, ensure_ascii=False, allow_nan=False)
-    sys.stdout.write("\n")
-    sys.stdout.flush()
 
 
 class _Bar:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import math
 import os
 import statistics
@@ -19,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.command_line import add_common_arguments, print_json
 from engine.core.errors import ConfigError
 from engine.core.metrics import percentile
 from engine.writing import make_folder, whole_file
@@ -67,8 +67,7 @@ def register(
     parser.add_argument(
         "--out", type=Path, default=Path("twinfer-demo"), metavar="DIR", help="calibration, ledger and report (default twinfer-demo)"
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout, times in seconds")
-    parser.add_argument("--log-level", metavar="LEVEL", help="debug, info, warning or error (default warning); env TWINFER_LOG_LEVEL")
+    add_common_arguments(parser, "times in seconds")
     parser.set_defaults(run=lambda arguments: _run(arguments, read_spec, run_steps, draw_report))
 
 
@@ -95,8 +94,7 @@ def _run(arguments: argparse.Namespace, read_spec: Callable[[str], ModelSpec], r
     with whole_file("--out", arguments.out / "report.html") as beside:
         draw_report(beside, summary)
     if arguments.json:
-        json.dump(summary, sys.stdout, allow_nan=False)
-        sys.stdout.write("\n")
+        print_json(summary)
     else:
         print("\n".join(lines(summary)))
     return 0

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
-import json
 import math
 import os
 import sys
@@ -22,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from engine.command_line import add_common_arguments, add_config_arguments, print_config, print_json
 from engine.config import ENGINE_OPTIONS, SAMPLING_OPTIONS, SERVE_OPTIONS
 from engine.core.errors import ConfigError
 from engine.options import Option, Resolved, add_arguments, resolve
@@ -112,10 +112,8 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser], *, p
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help="a model, as for generate")
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout, times in seconds; the rest goes to stderr")
-    parser.add_argument("--log-level", metavar="LEVEL", help="debug, info, warning or error (default warning); env TWINFER_LOG_LEVEL")
-    parser.add_argument("--config", metavar="FILE", help="TOML file with any of these options; the command line and environment win")
-    parser.add_argument("--print-config", action="store_true", help="print every option, its value and its origin, then exit")
+    add_common_arguments(parser, "times in seconds")
+    add_config_arguments(parser)
     for options, title in ((_VALIDATE_PART, "validation"), (_WORKLOAD_PART, "workload"), (ENGINE_OPTIONS, "engine options")):
         add_arguments(parser, options, title)
     parser.set_defaults(run=lambda arguments: _run(arguments, plan_engine, draw_report))
@@ -125,7 +123,7 @@ def _run(arguments: argparse.Namespace, plan_engine: PlanEngine, draw_report: Dr
     known = (*SAMPLING_OPTIONS, *SERVE_OPTIONS)
     options = resolve((*_VALIDATE_PART, *_WORKLOAD_PART, *ENGINE_OPTIONS), vars(arguments), os.environ, arguments.config, known=known)
     if arguments.print_config:
-        return _print_config(options, arguments.json)
+        return print_config(options, arguments.json)
     _check(arguments.model, options)
     _require_libraries()
     from twin.validation import Validation, lines
@@ -138,8 +136,7 @@ def _run(arguments: argparse.Namespace, plan_engine: PlanEngine, draw_report: Dr
     with whole_file("--out", out / "report.html") as beside:
         draw_report(beside, summary, validation.details)
     if arguments.json:
-        json.dump(summary, sys.stdout, allow_nan=False)
-        sys.stdout.write("\n")
+        print_json(summary)
     else:
         print("\n".join(lines(summary)))
     return 0 if not summary["parity"]["difference"] else EXIT_NO_PARITY
@@ -239,15 +236,6 @@ def _require_libraries() -> None:
             raise ConfigError(
                 f"twinfer validate needs {name}, which is not installed: pip install 'twinfer[engine,calibration,twin,dashboards]'"
             )
-
-
-def _print_config(options: Resolved, as_json: bool) -> int:
-    if as_json:
-        json.dump({key: {"value": value, "origin": options.origins[key]} for key, value in options.shown().items()}, sys.stdout)
-        sys.stdout.write("\n")
-    else:
-        print(options.describe())
-    return 0
 
 
 def _say(text: str) -> None:

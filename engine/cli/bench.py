@@ -20,17 +20,9 @@ import trio
 
 from engine.cli import bench_serve
 from engine.cli.bench_serve_output import ReportWriter
-from engine.cli.common import (
-    add_engine_arguments,
-    follow_node_0,
-    log,
-    open_record_folder,
-    print_config,
-    print_json,
-    resolve_options,
-    show_nodes,
-)
+from engine.cli.common import add_engine_arguments, follow_node_0, log, open_record_folder, resolve_options, show_nodes
 from engine.cli.step_bench import Recording, StepLoad, StepRecorder, record_in, with_room
+from engine.command_line import print_config, print_json
 from engine.core.errors import CapacityError, ConfigError, StoppedError
 from engine.core.metrics import DraftCounts, percentile
 

@@ -18,8 +18,9 @@ import trio
 
 from engine.cli.bench_serve_output import ReportWriter, check_output, print_summary, write_output
 from engine.cli.bench_serve_values import parse_extra_body, parse_lengths
-from engine.cli.common import add_common_arguments, log, print_json
+from engine.cli.common import log
 from engine.cli.remote import DEFAULT_BASE_URL, add_key_arguments, check_base_url, read_api_key
+from engine.command_line import add_common_arguments, print_json
 from engine.core.errors import ConfigError, TwinferError
 from engine.core.metrics import Slo
 from engine.core.sampling import MAX_SEED

@@ -16,8 +16,9 @@ from typing import Any, NoReturn
 from engine.cli.chat_backend import Message, OpenBackend, open_engine_backend, open_server_backend
 from engine.cli.chat_repl import Repl
 from engine.cli.chat_session import ChatSession
-from engine.cli.common import add_engine_arguments, log, open_record_folder, print_config, print_json, resolve_options
+from engine.cli.common import add_engine_arguments, log, open_record_folder, resolve_options
 from engine.cli.remote import DEFAULT_BASE_URL, add_key_arguments, check_base_url, read_api_key
+from engine.command_line import print_config, print_json
 from engine.config import SAMPLING_OPTIONS
 from engine.core.errors import ConfigError
 from engine.core.sampling import SamplingParams

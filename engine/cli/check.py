@@ -8,7 +8,8 @@ import os
 import platform
 from typing import Any
 
-from engine.cli.common import add_engine_arguments, human_bytes, print_config, print_json, resolve_options
+from engine.cli.common import add_engine_arguments, human_bytes, resolve_options
+from engine.command_line import print_config, print_json
 from engine.core.errors import ConfigError
 from engine.version import VERSION
 

@@ -1,17 +1,15 @@
-"""What several commands share: the engine's flags, resolving a model, opening an engine, printing."""
+"""What the engine's commands share: its flags, resolving a model, opening an engine, printing."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
+from engine.command_line import add_common_arguments, add_config_arguments
 from engine.config import ENGINE_OPTIONS, SAMPLING_OPTIONS, SERVE_OPTIONS
 from engine.core.errors import RequestError
 from engine.core.sampling import SamplingParams
@@ -21,17 +19,9 @@ if TYPE_CHECKING:
     from engine.actors.config import EngineConfig
 
 
-def add_common_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout; everything else goes to stderr")
-    parser.add_argument(
-        "--log-level", metavar="LEVEL", help="debug, info, warning or error (default warning, of serve info); env TWINFER_LOG_LEVEL"
-    )
-
-
 def add_engine_arguments(parser: argparse.ArgumentParser, extra: Sequence[Option] = (), title: str = "sampling options") -> None:
-    add_common_arguments(parser)
-    parser.add_argument("--config", metavar="FILE", help="TOML file with any of these options; the command line and environment win")
-    parser.add_argument("--print-config", action="store_true", help="print every option, its value and its origin, then exit")
+    add_common_arguments(parser, log_default="warning, of serve info")
+    add_config_arguments(parser)
     add_arguments(parser, ENGINE_OPTIONS, "engine options")
     if extra:
         add_arguments(parser, extra, title)
@@ -47,14 +37,6 @@ def open_record_folder(options: Resolved) -> None:
         from engine.recording import open_record_folder as open_folder
 
         open_folder(options["record_trace"])
-
-
-def print_config(options: Resolved, as_json: bool) -> int:
-    if as_json:
-        print_json({key: {"value": value, "origin": options.origins[key]} for key, value in options.shown().items()})
-    else:
-        print(options.describe())
-    return 0
 
 
 def follow_node_0(config: EngineConfig) -> int:
@@ -82,13 +64,6 @@ def sampling_params(options: Resolved, **overrides: Any) -> SamplingParams:
             raise RequestError(f"{key} is not a sampling option; known: {', '.join(sorted(known))}", param=key)
         values[key] = None if value is None and known[key].default is None else known[key].parse(value, "prompts file")
     return SamplingParams(**values)
-
-
-def print_json(value: object) -> None:
-    """One JSON object on stdout. Refuses what JSON cannot say (NaN) rather than print it."""
-    json.dump(msgspec.to_builtins(value), sys.stdout, ensure_ascii=False, allow_nan=False)
-    sys.stdout.write("\n")
-    sys.stdout.flush()
 
 
 def human_bytes(count: int) -> str:

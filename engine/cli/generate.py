@@ -18,12 +18,11 @@ from engine.cli.common import (
     human_bytes,
     log,
     open_record_folder,
-    print_config,
-    print_json,
     resolve_options,
     sampling_params,
     show_nodes,
 )
+from engine.command_line import print_config, print_json
 from engine.config import SAMPLING_OPTIONS
 from engine.core.errors import CapacityError, RequestError, StoppedError, TwinferError
 from engine.core.sampling import MAX_SEED

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from engine.cli.common import add_common_arguments, add_engine_arguments, human_bytes, log, print_config, print_json, resolve_options
+from engine.cli.common import add_engine_arguments, human_bytes, log, resolve_options
+from engine.command_line import add_common_arguments, print_config, print_json
 from engine.core.counts import (
     active_parameters,
     attention_flops,

@@ -20,7 +20,8 @@ import msgspec
 import trio
 
 from engine.cli import logs
-from engine.cli.common import add_engine_arguments, follow_node_0, log, open_record_folder, print_config, print_json, resolve_options
+from engine.cli.common import add_engine_arguments, follow_node_0, log, open_record_folder, resolve_options
+from engine.command_line import print_config, print_json
 from engine.config import SERVE_OPTIONS
 from engine.core.errors import ConfigError
 from engine.core.sampling import SamplingParams
