@@ -36,6 +36,13 @@ def print_config(options: Resolved, as_json: bool) -> int:
 
 def print_json(value: object) -> None:
     """One JSON object on stdout. Refuses what JSON cannot say (NaN) rather than print it."""
-    json.dump(msgspec.to_builtins(value), sys.stdout, ensure_ascii=False, allow_nan=False)
+    json.dump(msgspec.to_builtins(value, enc_hook=_plain_float), sys.stdout, ensure_ascii=False, allow_nan=False)
     sys.stdout.write("\n")
     sys.stdout.flush()
+
+
+def _plain_float(value: object) -> float:
+    """Numbers of numpy are floats by inheritance, which msgspec does not take for one."""
+    if isinstance(value, float):
+        return float(value)
+    raise TypeError(f"{type(value).__name__} has no form in JSON")
