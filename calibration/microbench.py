@@ -209,9 +209,12 @@ def measure_gather(spec: ModelSpec, command: Gather) -> Measured:
 
 
 def main() -> int:
-    """Load what the first line says, answer "ready", then a reply for every command until the input ends."""
+    """Load what the first line says, answer "ready", then a reply for every command until the input ends, be it in the middle of a line."""
     torch.set_grad_enabled(False)
-    job = msgspec.json.decode(sys.stdin.buffer.readline(), type=Job)
+    first = sys.stdin.buffer.readline()
+    if not first.endswith(b"\n"):
+        return 1
+    job = msgspec.json.decode(first, type=Job)
     commands: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is no reply
@@ -231,6 +234,8 @@ def main() -> int:
             groups = ParallelGroups(place, rendezvous=job.rendezvous, device=torch.device("cpu"))
         reply(Measured(()))
         for line in sys.stdin.buffer:
+            if not line.endswith(b"\n"):
+                return 1
             command = commands.decode(line)
             if isinstance(command, Measure):
                 assert bench is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -133,6 +135,12 @@ def test_a_measuring_process_that_fails_is_an_error() -> None:
     job = msgspec.structs.replace(job_of(synthetic.tiny(), "tp1dp1ep1"), model="/nowhere")
     with pytest.raises(WorkerError, match="/nowhere"), measurers([job]):
         pass
+
+
+@pytest.mark.parametrize("cut", [b"", b'{"model": "tiny'])
+def test_a_measuring_process_whose_starter_is_gone_ends_without_a_word(cut: bytes) -> None:
+    found = subprocess.run([sys.executable, "-m", "calibration.microbench"], input=cut, capture_output=True, timeout=60, check=False)
+    assert (found.returncode, found.stdout, found.stderr) == (1, b"", b"")
 
 
 def test_gathers_are_timed_alone_and_together() -> None:
