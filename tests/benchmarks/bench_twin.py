@@ -1,6 +1,6 @@
 """How fast the twin simulates: run by hand, prints a table and, with --json, one JSON object.
 
-    python tests/benchmarks/bench_twin.py [--json] [--requests 20000] [--only light|heavy|fitted|ranks|memory] [--peer PYTHON]
+    python -m tests.benchmarks.bench_twin [--json] [--requests 20000] [--only light|heavy|fitted|ranks|memory] [--peer PYTHON]
 
 light   requests of 2048/256 tokens, Poisson at 20/s over 4 replicas with step times near those of the peer's model: what it replays, too
 heavy   the same at 70 % of the rate that saturates such replicas
@@ -152,8 +152,8 @@ def main() -> int:
         rows["ranks, fast-forward"] = bench_ranks(True, 500)
     if wanted("memory"):
         for count in (5_000, 50_000):
-            command = [sys.executable, __file__, "--only", "memory-one", "--requests", str(count), "--json"]
-            found = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
+            command = [sys.executable, "-m", "tests.benchmarks.bench_twin", "--only", "memory-one", "--requests", str(count), "--json"]
+            found = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=600, check=True)
             rows[f"memory, {count} requests"] = json.loads(found.stdout)["memory-one"]
     if args.only == "memory-one":
         rows["memory-one"] = bench_memory(args.requests)
