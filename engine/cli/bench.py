@@ -186,6 +186,7 @@ def _point(recording: Recording, load: StepLoad, launch: Launch) -> dict[str, An
         "new_tokens": load.new_tokens,
         "method": load.method,
         "step_s": statistics.median(steps_s),
+        "step_mean_s": statistics.fmean(steps_s),
         "step_p10_s": percentile(steps_s, 0.1),
         "step_p90_s": percentile(steps_s, 0.9),
         "n": len(steps_s),

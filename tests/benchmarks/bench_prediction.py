@@ -10,9 +10,9 @@ just before each load. Data-parallel layouts are never run before they are predi
 Everything measured is kept in FOLDER, and a run goes on from what it finds there: ``--minutes`` ends it early, ``--minutes 0`` measures
 nothing and fits again.
 
-Printed: median and 90th percentile of |predicted / measured - 1|, of the same at the speed that the machine turned out to have during the
-load, and of the repetition; the share of measurements inside the 90 % interval, by model and layout; the held-out errors of components; and
-how many steps a second are priced over arrays of features.
+Printed, of each load's median step and of its mean one: median and 90th percentile of |predicted / measured - 1|, of the same at the speed
+that the machine turned out to have during the load, and of the repetition; the share of measurements inside the 90 % interval, by model and
+layout; the held-out errors of components; and how many steps a second are priced over arrays of features.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -47,6 +47,8 @@ CONTEXTS = (20, 40, 80, 150, 180, 320, 450)
 BATCHES = (1, 2, 3, 5, 7, 9, 10, 14, 18, 22, 27)
 LOADS_A_SESSION = 7
 SWEPT_STEPS = 50_000
+Statistic = Literal["median", "mean"]
+STATISTICS: tuple[Statistic, ...] = ("median", "mean")
 Load = tuple[int, int, int]  # batch, context, new tokens
 
 
@@ -213,32 +215,30 @@ class Compared(msgspec.Struct):
     """A load measured twice, each time predicted at the speed probed before, and again at the speed there was."""
 
     name: str
-    first: EngineRun
-    second: EngineRun
+    runs: tuple[EngineRun, EngineRun]
     points: list[dict[str, Any]]
     known: list[dict[str, Any]]
 
-    @property
-    def errors(self) -> list[float]:
-        return [point["step_s"] / run.median_s - 1.0 for point, run in zip(self.points, (self.first, self.second), strict=True)]
+    def measured(self, statistic: Statistic) -> tuple[float, float]:
+        one, two = (run.median_s if statistic == "median" else float(np.mean(run.step_s)) for run in self.runs)
+        return one, two
 
-    @property
-    def errors_at_speed(self) -> list[float]:
-        return [point["step_s"] / run.median_s - 1.0 for point, run in zip(self.known, (self.first, self.second), strict=True)]
+    def errors(self, statistic: Statistic, *, is_speed_known: bool = False) -> list[float]:
+        key = "step_s" if statistic == "median" else "step_mean_s"
+        points = self.known if is_speed_known else self.points
+        return [point[key] / real - 1.0 for point, real in zip(points, self.measured(statistic), strict=True)]
 
-    @property
-    def repeated(self) -> float:
-        return self.second.median_s / self.first.median_s - 1.0
-
-    @property
-    def repeated_at_speed(self) -> float:
-        """Had the machine been as fast in both."""
-        one, two = (point["step_s"] for point in self.known)
-        return (1.0 + self.repeated) * one / two - 1.0
+    def repeated(self, statistic: Statistic, *, is_speed_known: bool = False) -> float:
+        """``is_speed_known``: had the machine been as fast in both."""
+        one, two = self.measured(statistic)
+        if is_speed_known:
+            first, second = self.errors(statistic, is_speed_known=True)
+            return (1.0 + first) / (1.0 + second) - 1.0
+        return two / one - 1.0
 
     @property
     def are_inside(self) -> list[bool]:
-        return [point["lo_s"] <= run.median_s <= point["hi_s"] for point, run in zip(self.points, (self.first, self.second), strict=True)]
+        return [point["lo_s"] <= real <= point["hi_s"] for point, real in zip(self.points, self.measured("median"), strict=True)]
 
 
 def _show(models: Sequence[str], folder: Path) -> None:
@@ -258,15 +258,23 @@ def _show(models: Sequence[str], folder: Path) -> None:
             print(f"{model} {step.layout}: {step}")
     if not rows:
         return
+    for statistic in STATISTICS:
+        _show_errors(rows, statistic)
+
+
+def _show_errors(rows: Sequence[Compared], statistic: Statistic) -> None:
     head = f"{'median':>7} {'p90':>7}"
-    print(f"{'':<26} {'n':>4} {head} {'bias':>7} repeated: {head} | at its speed: {head} {'bias':>7} repeated: {head} | inside 90 %")
+    columns = f"{head} {'bias':>7} repeated: {head}"
+    print(f"\n{f'{statistic} step':<26} {'n':>4} {columns} | at its speed: {columns} | inside 90 %")
     for name in dict.fromkeys([*(row.name for row in rows), "all"]):
         mine = [row for row in rows if name in ("all", row.name)]
-        errors, at_speed = (np.concatenate([getattr(row, kind) for row in mine]) for kind in ("errors", "errors_at_speed"))
-        repeated, again = (np.array([getattr(row, kind) for row in mine]) for kind in ("repeated", "repeated_at_speed"))
-        line = f"{name:<26} {len(mine):>4} {_quantiles(errors)} {np.median(errors):>+7.1%}           {_quantiles(repeated)}"
-        line += f"                 {_quantiles(at_speed)} {np.median(at_speed):>+7.1%}           {_quantiles(again)}"
-        print(f"{line}   {np.mean([row.are_inside for row in mine]):.0%}")
+        line = f"{name:<26} {len(mine):>4}"
+        for is_speed_known in (False, True):
+            errors = np.concatenate([row.errors(statistic, is_speed_known=is_speed_known) for row in mine])
+            again = np.array([row.repeated(statistic, is_speed_known=is_speed_known) for row in mine])
+            line += f"{'':<17}" * is_speed_known
+            line += f" {_quantiles(errors)} {np.median(errors):>+7.1%}           {_quantiles(again)}"
+        print(f"{line}   {np.mean([row.are_inside for row in mine]):.0%}" if statistic == "median" else line)
 
 
 def _priced_per_s(target: Target, fit: ModelFit) -> float:
@@ -303,7 +311,7 @@ def compared(target: Target, fit: ModelFit, then: Probe | None, sessions: Sequen
                 [predict_point(fit, question, layout, run.batch, factors(then, getattr(each.speed, when))) for each in (one, two)]
                 for when in ("before", "during")
             )
-            found.append(Compared(f"{target.name} {run.layout}", run, two.run, points, known))
+            found.append(Compared(f"{target.name} {run.layout}", (run, two.run), points, known))
     return found
 
 

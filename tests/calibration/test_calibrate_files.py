@@ -242,6 +242,7 @@ def test_a_point_is_the_median_of_the_loops_prices(fit: ModelFit, spec: ModelSpe
     table = table_of_plans(closed_loop(question.load(5, unit.dp)).plans, spec)
     priced = CalibratedCost(fit, spec, unit).price_table(table)
     assert point["step_s"] == pytest.approx(np.median(priced.step_s))
+    assert point["step_mean_s"] == pytest.approx(np.mean(priced.step_s))
     assert sum(part["seconds"] for part in point["components"].values()) == pytest.approx(point["step_s"])
     assert point["lo_s"] < point["step_s"] < point["hi_s"]
     assert point["usd_per_million_tokens"] is None
