@@ -2,13 +2,19 @@
  * gate, and rotation + cache write + paged attention in one pass; `forward` runs all layers of a step in one parallel region, since
  * the number of small steps, not their arithmetic, is what they cost. Legend and meaning: attention_full.py and dense.py, whose torch
  * functions are the reference. Sums and exponentials are float32. Compiled on demand with HEAD_DIM and GROUPS (query heads per
- * key/value head) fixed, so that accumulators stay in registers; GCC/Clang vector types, and AVX512-BF16's product where the
- * compiler targets it. Not for -ffast-math: vexp rounds by adding a large number, which reassociation would undo. */
+ * key/value head) fixed, so that accumulators stay in registers; GCC/Clang vector types, and AVX512-BF16's product and AMX's tiles where
+ * the compiler targets them. Not for -ffast-math: vexp rounds by adding a large number, which reassociation would undo. */
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
 #ifdef __AVX512BF16__
 #include <immintrin.h>
+#endif
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
+#define AMX
+#include <stdlib.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 #ifdef _OPENMP
 #include <omp.h>
@@ -28,10 +34,14 @@ static inline f16 load(const uint16_t *p) {
 
 /* Round to nearest even; a NaN stays one. */
 static inline void store(uint16_t *p, f16 x) {
+#ifdef __AVX512BF16__
+    _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh((__m512)x)); /* subnormal results become 0 */
+#else
     u16x32 bits = (u16x32)x;
     u16x32 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     u16x32 is_nan = (u16x32)((bits & 0x7fffffff) > 0x7f800000);
     *(u16x16 *)p = __builtin_convertvector((is_nan & ((bits >> 16) | 0x40)) | (~is_nan & rounded), u16x16);
+#endif
 }
 
 static inline float sum(f16 x) {
@@ -263,10 +273,158 @@ TILE(tile_1x16, 1, 16)
 TILE(tile_2x8, 2, 8)
 TILE(tile_4x4, 4, 4)
 
-#define MAX_ROWS 64
+#define ROWS 64 /* of x per panel at a time */
+
+/* A thread's share of the work, `mine` of `threads`, and its room for x as AMX reads it; NULL: products by vectors. */
+typedef struct {
+    int64_t mine, threads;
+    uint16_t *packed;
+} Worker;
+
+#ifdef AMX
+
+#define TILE_VALUES 512       /* bfloat16 of a tile: 16 rows of 64 bytes */
+#define PACKED_VALUES 262144  /* 512 KiB of x stay in the second-level cache while the weights go by */
+#define MIN_TILE_ROWS 4       /* fewer are faster by vectors, which need not pack x */
+
+static int tiles_granted; /* by the system, which saves the tiles of a process only when asked to */
+
+int64_t request_tiles(void) {
+    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
+    tiles_granted = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+    return tiles_granted;
+}
+
+/* Rows of x packed at a time for products of `in` inputs. */
+static int64_t rows_packed(int64_t in) {
+    const int64_t fitting = PACKED_VALUES / (in + STEP) & ~(ROWS - 1);
+    return fitting > ROWS ? fitting : ROWS;
+}
+
+/* Bytes of packed x for products of `rows` rows. */
+static int64_t packed_bytes(int64_t rows, int64_t in) {
+    const int64_t some = rows < rows_packed(in) ? rows : rows_packed(in);
+    return (some + 15) / 16 * ((in + STEP - 1) / STEP) * TILE_VALUES * sizeof(uint16_t);
+}
+
+/* Tile registers and packed_bytes for products of `rows` rows; without them the vectors do it. */
+static void begin(Worker *worker, int64_t rows, int64_t bytes) {
+    static const struct {
+        uint8_t palette, start, reserved[14];
+        uint16_t row_bytes[16];
+        uint8_t rows[16];
+    } config = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+    worker->packed = 0;
+    if (!tiles_granted || rows < MIN_TILE_ROWS) return;
+    worker->packed = aligned_alloc(64, bytes);
+    if (worker->packed) _tile_loadconfig(&config);
+}
+
+/* Released registers are not saved at every switch of threads, and leave others, torch among them, their own configuration. */
+static void end(Worker *worker) {
+    if (!worker->packed) return;
+    _tile_release();
+    free(worker->packed);
+}
+
+/* 16 x 16 values of 32 bits: bit by bit of the indices, what lies off the diagonal changes places. */
+static inline void transpose(f16 *v) {
+    const u16x32 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#pragma GCC unroll 4
+    for (int bit = 8; bit; bit >>= 1) {
+        const u16x32 low = lane + ((u16x32)((lane & bit) != 0) & (16 - bit)), high = low + bit;
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++)
+            if (!(i & bit)) {
+                const f16 a = v[i], b = v[i + bit];
+                v[i] = __builtin_shuffle(a, b, low);
+                v[i + bit] = __builtin_shuffle(a, b, high);
+            }
+    }
+}
+
+/* x [rows, in] as tiles [rows / 16][in / 32] of 16 pairs of inputs by 16 rows, padded with zeros. */
+static void pack(uint16_t *packed, const uint16_t *x, int64_t rows, int64_t in) {
+    for (int64_t r = 0; r < rows; r += 16)
+        for (int64_t k = 0; k < in; k += STEP, packed += TILE_VALUES) {
+            const int64_t width = in - k < STEP ? in - k : STEP;
+            f16 v[LANES];
+#pragma GCC unroll 16
+            for (int i = 0; i < LANES; i++) {
+                v[i] = (f16){0};
+                if (r + i < rows && width == STEP) v[i] = *(const f16 *)(x + (r + i) * in + k);
+                if (r + i < rows && width < STEP) memcpy(v + i, x + (r + i) * in + k, width * sizeof *x);
+            }
+            transpose(v);
+            for (int i = 0; i < LANES; i++) *(f16 *)(packed + i * STEP) = v[i];
+        }
+    __asm__ volatile("" : : "r"(packed) : "memory"); /* the intrinsics do not tell the compiler that tile loads read memory */
+}
+
+#define MULTIPLY_TILES(W0, W1, STRIDE, X0, X1) \
+    do {                                       \
+        _tile_loadd(4, W0, STRIDE);            \
+        _tile_loadd(6, X0, 64);                \
+        _tile_dpbf16ps(0, 4, 6);               \
+        _tile_loadd(7, X1, 64);                \
+        _tile_dpbf16ps(1, 4, 7);               \
+        _tile_loadd(5, W1, STRIDE);            \
+        _tile_dpbf16ps(2, 5, 6);               \
+        _tile_dpbf16ps(3, 5, 7);               \
+    } while (0)
+
+/* Two panels of weights times up to 32 packed rows into y[0], y[1] [rows, LANES]; the rows that fill up a tile are written as well. */
+static void tiled(float *const *y, const uint16_t *const *w, const uint16_t *packed, int64_t rows, int64_t in, int64_t ahead) {
+    const int64_t tiles = (in + STEP - 1) / STEP, stride = in * sizeof(uint16_t);
+    const uint16_t *second = rows > 16 ? packed + tiles * TILE_VALUES : packed; /* of nothing: any tile */
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    int64_t k = 0;
+    for (; k + STEP <= in; k += STEP, packed += TILE_VALUES, second += TILE_VALUES) {
+        if (ahead)
+            for (int o = 0; o < LANES; o++) {
+                __builtin_prefetch(w[0] + o * in + k + ahead);
+                __builtin_prefetch(w[1] + o * in + k + ahead);
+            }
+        MULTIPLY_TILES(w[0] + k, w[1] + k, stride, packed, second);
+    }
+    if (k < in) { /* zeros, since what follows in memory may be NaN */
+        uint16_t rest[2][LANES][STEP] __attribute__((aligned(64))) = {{{0}}};
+        for (int half = 0; half < 2; half++)
+            for (int o = 0; o < LANES; o++) memcpy(rest[half][o], w[half] + o * in + k, (in - k) * sizeof **w);
+        __asm__ volatile("" : : "r"(rest) : "memory");
+        MULTIPLY_TILES(rest[0], rest[1], 64, packed, second);
+    }
+    f16 sums[4][LANES] __attribute__((aligned(64))); /* outputs by rows */
+    _tile_stored(0, sums[0], 64);
+    _tile_stored(1, sums[1], 64);
+    _tile_stored(2, sums[2], 64);
+    _tile_stored(3, sums[3], 64);
+    for (int i = 0; i < 4; i++) {
+        if (i % 2 && rows <= 16) continue;
+        transpose(sums[i]);
+        memcpy(y[i / 2] + i % 2 * LANES * LANES, sums[i], sizeof sums[i]);
+    }
+}
+
+#else
+
+int64_t request_tiles(void) { return 0; }
+
+static int64_t rows_packed(int64_t in) { return (void)in, ROWS; }
+
+static int64_t packed_bytes(int64_t rows, int64_t in) { return (void)rows, (void)in, 0; }
+
+static void begin(Worker *worker, int64_t rows, int64_t bytes) { (void)rows, (void)bytes, worker->packed = 0; }
+
+static void end(Worker *worker) { (void)worker; }
+
+#endif
 
 /* y [rows, LANES] = x times outputs first .. first + LANES; those past the last are 0. */
-static void panel(float *y, const Linear *linear, const uint16_t *x, int64_t rows, int64_t first) {
+static void panel(float *y, const Linear *linear, const uint16_t *x, int64_t rows, int64_t first, int64_t ahead) {
     const int64_t in = linear->in, outs = linear->out - first;
     const uint16_t *w = linear->weight + first * in;
     if (outs < LANES) {
@@ -282,7 +440,7 @@ static void panel(float *y, const Linear *linear, const uint16_t *x, int64_t row
                 y[r * LANES + o] = sum(dot(acc, weights, values));
             }
     } else {
-        const int64_t quads = rows & ~3, ahead = LANES * in; /* the same place of the next panel */
+        const int64_t quads = rows & ~3;
         if (quads)
             for (int o = 0; o < LANES; o += 4)
                 for (int64_t r = 0; r < quads; r += 4) tile_4x4(y + r * LANES + o, w + o * in, x + r * in, in, r ? 0 : ahead);
@@ -293,13 +451,43 @@ static void panel(float *y, const Linear *linear, const uint16_t *x, int64_t row
         }
         if (r < rows) tile_1x16(y + r * LANES, w, x + r * in, in, r ? 0 : ahead);
     }
-    if (linear->bias)
-        for (int64_t o = 0; o < outs && o < LANES; o++) {
-            const uint32_t bits = (uint32_t)linear->bias[first + o] << 16;
-            float bias;
-            memcpy(&bias, &bits, sizeof bias);
-            for (int64_t r = 0; r < rows; r++) y[r * LANES + o] += bias;
+}
+
+static void add_bias(float *y, const Linear *linear, int64_t rows, int64_t first) {
+    for (int64_t o = 0; o < linear->out - first && o < LANES; o++) {
+        const uint32_t bits = (uint32_t)linear->bias[first + o] << 16;
+        float bias;
+        memcpy(&bias, &bits, sizeof bias);
+        for (int64_t r = 0; r < rows; r++) y[r * LANES + o] += bias;
+    }
+}
+
+/* Rows `from` .. `from` + `rows` of x, at most ROWS, times the panels at outputs first[0] and first[1] (-1: none), into y[0] and y[1].
+ * `ahead` elements on lie the weights wanted next. */
+static void panels(float y[2][ROWS * LANES], const Linear *linear, const uint16_t *x, const uint16_t *packed, int64_t from,
+                   int64_t rows, const int64_t first[2], int64_t ahead) {
+    const int64_t in = linear->in;
+    if (from) ahead = 0; /* the first rows have asked for them */
+#ifdef AMX
+    int done = 0;
+    if (packed && first[0] + LANES <= linear->out) {
+        done = first[1] + LANES <= linear->out ? 2 : 1; /* alone, a panel is multiplied twice */
+        const int64_t other = done == 1 || first[1] < 0 ? first[0] : first[1];
+        const uint16_t *w[2] = {linear->weight + first[0] * in, linear->weight + other * in};
+        for (int64_t r = 0; r < rows; r += 32) {
+            float *part[2] = {y[0] + r * LANES, y[1] + r * LANES};
+            const uint16_t *tiles = packed + (from + r) / 16 * ((in + STEP - 1) / STEP) * TILE_VALUES;
+            tiled(part, w, tiles, rows - r, in, r ? 0 : ahead);
         }
+    }
+#else
+    const int done = 0;
+    (void)packed;
+#endif
+    for (int i = done; i < 2; i++)
+        if (first[i] >= 0) panel(y[i], linear, x + from * in, rows, first[i], ahead);
+    for (int i = 0; i < 2 && linear->bias; i++)
+        if (first[i] >= 0) add_bias(y[i], linear, rows, first[i]);
 }
 
 /* One row of a panel, rounded, into out; `residual`, unless NULL, is added before. Fewer than LANES at the end of a row. */
@@ -318,59 +506,82 @@ static inline void emit(uint16_t *out, f16 y, const uint16_t *residual, int64_t 
     memcpy(out, some, outs * sizeof *some);
 }
 
-/* Thread `mine` of `threads` takes its share of the panels. out = x w^T + bias (+ residual), [rows, out]; residual may be out. */
-static void product(uint16_t *out, const uint16_t *x, const Linear *linear, const uint16_t *residual, int64_t rows, int64_t mine,
-                    int64_t threads) {
-    const int64_t panels = (linear->out + LANES - 1) / LANES;
-    float y[MAX_ROWS * LANES];
-    for (int64_t p = panels * mine / threads; p < panels * (mine + 1) / threads; p++) {
-        panel(y, linear, x, rows, p * LANES);
+/* What becomes of the products: out = y (+ residual) rounded, y as it is, or silu(first half) * second half rounded. */
+typedef enum { ROUNDED, WIDE, GATED } Kind;
+
+typedef struct {
+    Kind kind;
+    void *out;
+    const uint16_t *residual;
+} Target;
+
+/* Rows `from` .. `from` + `rows` of the panels at first[0], first[1] to their place. */
+static void deliver(const Target *target, float y[2][ROWS * LANES], const Linear *linear, int64_t from, int64_t rows,
+                    const int64_t first[2]) {
+    if (target->kind == GATED) {
+        uint16_t *out = (uint16_t *)target->out + from * (linear->out / 2) + first[0];
         for (int64_t r = 0; r < rows; r++) {
-            const int64_t at = r * linear->out + p * LANES;
-            emit(out + at, *(f16 *)(y + r * LANES), residual ? residual + at : 0, linear->out - p * LANES);
+            const f16 gate = *(f16 *)(y[0] + r * LANES);
+            store(out + r * (linear->out / 2), gate / (1.0f + vexp(-gate)) * *(f16 *)(y[1] + r * LANES));
+        }
+        return;
+    }
+    for (int i = 0; i < 2 && first[i] >= 0; i++) {
+        const int64_t outs = linear->out - first[i];
+        for (int64_t r = 0; r < rows; r++) {
+            const int64_t at = (from + r) * linear->out + first[i];
+            const float *row = y[i] + r * LANES;
+            if (target->kind == WIDE)
+                memcpy((float *)target->out + at, row, (outs < LANES ? outs : LANES) * sizeof *row);
+            else
+                emit((uint16_t *)target->out + at, *(const f16 *)row, target->residual ? target->residual + at : 0, outs);
         }
     }
 }
 
-/* The same without residual, unrounded: logits, of which the best two would often be equal in bfloat16. */
-static void wide_product(float *out, const uint16_t *x, const Linear *linear, int64_t rows, int64_t mine, int64_t threads) {
-    const int64_t panels = (linear->out + LANES - 1) / LANES;
-    float y[MAX_ROWS * LANES];
-    for (int64_t p = panels * mine / threads; p < panels * (mine + 1) / threads; p++) {
-        const int64_t first = p * LANES, outs = linear->out - first < LANES ? linear->out - first : LANES;
-        panel(y, linear, x, rows, first);
-        for (int64_t r = 0; r < rows; r++) memcpy(out + r * linear->out + first, y + r * LANES, outs * sizeof *out);
-    }
-}
-
-/* out [rows, F] = silu(gate) * up of the stacked linear [2F, in], F a multiple of LANES. */
-static void gated_product(uint16_t *out, const uint16_t *x, const Linear *linear, int64_t rows, int64_t mine, int64_t threads) {
-    const int64_t size = linear->out / 2, panels = size / LANES;
-    float gate[MAX_ROWS * LANES], up[MAX_ROWS * LANES];
-    for (int64_t p = panels * mine / threads; p < panels * (mine + 1) / threads; p++) {
-        panel(gate, linear, x, rows, p * LANES);
-        panel(up, linear, x, rows, size + p * LANES);
-        for (int64_t r = 0; r < rows; r++) {
-            const f16 g = *(f16 *)(gate + r * LANES);
-            store(out + r * size + p * LANES, g / (1.0f + vexp(-g)) * *(f16 *)(up + r * LANES));
+/* The worker's share of x w^T + bias for x [rows, in], two panels at a time: neighbours, or a gate and its factor. */
+static void product(const Target *target, const uint16_t *x, const Linear *linear, int64_t rows, const Worker *worker) {
+    const int gated = target->kind == GATED;
+    const int64_t in = linear->in, count = ((gated ? linear->out / 2 : linear->out) + LANES - 1) / LANES, advance = gated ? 1 : 2;
+    const int64_t start = count * worker->mine / worker->threads, stop = count * (worker->mine + 1) / worker->threads;
+    for (int64_t begun = 0, some; begun < rows; begun += some) {
+        some = rows - begun < rows_packed(in) ? rows - begun : rows_packed(in);
+#ifdef AMX
+        if (worker->packed) pack(worker->packed, x + begun * in, some, in);
+#endif
+        for (int64_t p = start; p < stop; p += advance) {
+            const int64_t second = gated ? linear->out / 2 + p * LANES : p + 1 < stop ? (p + 1) * LANES : -1;
+            const int64_t first[2] = {p * LANES, second};
+            for (int64_t from = 0; from < some; from += ROWS) {
+                const int64_t here = some - from < ROWS ? some - from : ROWS;
+                float y[2][ROWS * LANES] __attribute__((aligned(64)));
+                panels(y, linear, x + begun * in, worker->packed, from, here, first, advance * LANES * in);
+                deliver(target, y, linear, begun + from, here, first);
+            }
         }
     }
 }
 
-/* out [rows, out] of at most MAX_ROWS rows. */
+static void spread(const Target *target, const uint16_t *x, const Linear *linear, int64_t rows, int64_t threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int64_t mine = 0; mine < threads; mine++) {
+        Worker worker = {mine, threads, 0};
+        begin(&worker, rows, packed_bytes(rows, linear->in));
+        product(target, x, linear, rows, &worker);
+        end(&worker);
+    }
+}
+
+/* out [rows, outs] = x w^T + bias + residual, of which the last two may be NULL; residual may be out. */
 void linear(uint16_t *out, const uint16_t *x, const uint16_t *weight, const uint16_t *bias, const uint16_t *residual, int64_t rows,
             int64_t in, int64_t outs, int64_t threads) {
-    const Linear l = {weight, bias, in, outs};
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-    for (int64_t mine = 0; mine < threads; mine++) product(out, x, &l, residual, rows, mine, threads);
+    spread(&(Target){ROUNDED, out, residual}, x, &(Linear){weight, bias, in, outs}, rows, threads);
 }
 
-/* The same in float32, without residual. */
+/* The same without residual in float32: logits, of which the best two would often be equal in bfloat16. */
 void wide_linear(float *out, const uint16_t *x, const uint16_t *weight, const uint16_t *bias, int64_t rows, int64_t in, int64_t outs,
                  int64_t threads) {
-    const Linear l = {weight, bias, in, outs};
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-    for (int64_t mine = 0; mine < threads; mine++) wide_product(out, x, &l, rows, mine, threads);
+    spread(&(Target){WIDE, out, 0}, x, &(Linear){weight, bias, in, outs}, rows, threads);
 }
 
 /* -- a whole step ------------------------------------------------------------------------------------------------------------- */
@@ -399,23 +610,29 @@ void forward(float *out, uint16_t *hidden, uint16_t *x, uint16_t *scratch, const
         const int64_t mine = 0, team = 1;
 #endif
         uint16_t *normed = scratch + rows * size * mine;
+        Worker worker = {mine, team, 0};
+        const int64_t inputs[3] = {size, layers[0].output.in, layers[0].down.in};
+        int64_t bytes = 0;
+        for (int i = 0; i < 3; i++) bytes = packed_bytes(rows, inputs[i]) > bytes ? packed_bytes(rows, inputs[i]) : bytes;
+        begin(&worker, rows, bytes);
         for (const Layer *layer = layers; layer < layers + num_layers; layer++) {
             rms_norm(normed, x, layer->attention_norm, rows, size, eps);
-            product(qkv, normed, &layer->qkv, 0, rows, mine, team);
+            product(&(Target){ROUNDED, qkv, 0}, normed, &layer->qkv, rows, &worker);
 #pragma omp barrier
             for (int64_t task = rows * kv_heads * mine / team; task < rows * kv_heads * (mine + 1) / team; task++)
                 attention(inner, qkv, layer->pool, layer->qk_gain, &step, task);
 #pragma omp barrier
-            product(x, inner, &layer->output, x, rows, mine, team);
+            product(&(Target){ROUNDED, x, x}, inner, &layer->output, rows, &worker);
 #pragma omp barrier
             rms_norm(normed, x, layer->mlp_norm, rows, size, eps);
-            gated_product(inner, normed, &layer->gate_up, rows, mine, team);
+            product(&(Target){GATED, inner, 0}, normed, &layer->gate_up, rows, &worker);
 #pragma omp barrier
-            product(x, inner, &layer->down, x, rows, mine, team);
+            product(&(Target){ROUNDED, x, x}, inner, &layer->down, rows, &worker);
 #pragma omp barrier
         }
         rms_norm(normed, x, norm, rows, size, eps);
         if (mine == 0) memcpy(hidden, normed, rows * size * sizeof *hidden);
-        wide_product(out, normed, head, rows, mine, team);
+        product(&(Target){WIDE, out, 0}, normed, head, rows, &worker);
+        end(&worker);
     }
 }

@@ -23,7 +23,8 @@ from torch import Tensor
 
 _SOURCE = Path(__file__).with_suffix(".c")
 _MAX_BLOCK = 1024  # MAX_BLOCK of the source
-MAX_ROWS = 64  # likewise
+MAX_ROWS = 64  # sequences of a whole step
+_ANY_ROWS = 1 << 62
 _COMPILE_TIMEOUT_S = 60.0
 _DIGEST_BYTES = 32
 # No fast-math: the source says why, and NaN must stay visible, since the sampler looks for it.
@@ -45,6 +46,9 @@ class DecodeKernels:
         self._forward.argtypes = [pointer] * 10 + [integer] * 6 + [real, integer]
         for function in (self._rms_norm, self._silu_mul, self._decode, self._linear, self._wide_linear, self._forward):
             function.restype = None
+        library.request_tiles.restype = integer
+        # More rows than MAX_ROWS only with AMX: without it torch's products of many rows are faster.
+        self.max_product_rows = _ANY_ROWS if library.request_tiles() else MAX_ROWS
 
     def rms_norm(self, x_TD: Tensor, gain_D: Tensor, eps: float) -> Tensor:
         out_TD = torch.empty_like(x_TD)
@@ -86,7 +90,7 @@ class DecodeKernels:
         return out_BD
 
     def linear(self, x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor | None, residual_TF: Tensor | None = None) -> Tensor:
-        """x @ weight.T (+ bias) (+ residual) of at most MAX_ROWS rows, of any sizes; one rounding, at the end."""
+        """x @ weight.T (+ bias) (+ residual) of at most ``max_product_rows`` rows, of any sizes; one rounding, at the end."""
         rows, inner = x_TD.shape
         out_TF = x_TD.new_empty((rows, weight_FD.shape[0]))
         self._linear(

@@ -12,20 +12,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine.kernels import decode_cpu
 
 needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="the compiled kernels are optional and need gcc")
 
 
-@pytest.fixture(scope="module", params=["this processor", "plain vectors"])
+@pytest.fixture(scope="module", params=["", "-mno-amx-bf16", "-mno-avx512bf16"], ids=["this processor", "no tiles", "plain vectors"])
 def native(request: pytest.FixtureRequest) -> decode_cpu.DecodeKernels:
-    """As compiled here, and without AVX512-BF16's own product."""
+    """As compiled here, without AMX, and without AVX512-BF16's own product."""
     flags = decode_cpu._FLAGS
-    if request.param == "plain vectors":
+    if request.param:
         if platform.machine() != "x86_64":
             pytest.skip("there is only the plain one")
-        decode_cpu._FLAGS = (*flags, "-mno-avx512bf16")
+        decode_cpu._FLAGS = (*flags, request.param)
     decode_cpu._load.cache_clear()
     kernels = decode_cpu.load(16, 3)
     decode_cpu._load.cache_clear()
@@ -64,8 +66,56 @@ def test_products_equal_the_definition(native: decode_cpu.DecodeKernels, threads
     torch.testing.assert_close(native.wide_linear(x, weight, bias).double(), product + bias.double(), **wide)
 
 
+def tiles_exist() -> bool:
+    return "amx_bf16" in Path("/proc/cpuinfo").read_text()
+
+
 @needs_compiler
-@pytest.mark.parametrize("rows", [1, 2, 4])
+@settings(max_examples=60, deadline=None)
+@given(rows=st.integers(1, 200), inner=st.integers(16, 700), out=st.integers(1, 130), threads=st.integers(1, 2), seed=st.integers(0, 99))
+def test_products_of_any_size_equal_the_definition(rows: int, inner: int, out: int, threads: int, seed: int) -> None:
+    kernels = decode_cpu.load(16, 3)
+    assert kernels is not None
+    before = torch.get_num_threads()
+    generator = torch.Generator().manual_seed(seed)
+    x, weight, bias, residual = (
+        torch.randn(shape, generator=generator).to(torch.bfloat16) for shape in ((rows, inner), (out, inner), (out,), (rows, out))
+    )
+    torch.set_num_threads(threads)
+    try:
+        found = kernels.linear(x, weight, bias, residual)
+        theirs = x @ weight.T  # torch uses the tile registers too, in a configuration of its own
+        wide = kernels.wide_linear(x, weight, bias)
+    finally:
+        torch.set_num_threads(before)
+    product = x.double() @ weight.double().T
+    atol = 2e-6 * inner**0.5 + 1e-6
+    torch.testing.assert_close(found.double(), product + bias.double() + residual.double(), rtol=2.0**-8, atol=atol)
+    torch.testing.assert_close(theirs.double(), product, rtol=2.0**-8, atol=atol)
+    torch.testing.assert_close(wide.double(), product + bias.double(), rtol=2e-6, atol=atol)
+
+
+@needs_compiler
+def test_many_rows_are_blocked_and_equal_few(native: decode_cpu.DecodeKernels, threads: int) -> None:  # noqa: ARG001
+    """More packed rows than fit at once, and weights of two sizes of blocks."""
+    generator = torch.Generator().manual_seed(5)
+    for inner, rows in ((1500, 520), (5000, 200)):
+        x, weight = (torch.randn(count, inner, generator=generator).to(torch.bfloat16) for count in (rows, 49))
+        product = x.double() @ weight.double().T
+        near = {"rtol": 4e-6, "atol": 4e-6 * inner**0.5}
+        torch.testing.assert_close(native.wide_linear(x, weight, None).double(), product, **near)
+
+
+@needs_compiler
+@pytest.mark.skipif(not tiles_exist(), reason="this processor has no AMX")
+def test_where_there_are_tiles_they_take_any_number_of_rows() -> None:
+    kernels = decode_cpu.load(16, 3)
+    assert kernels is not None
+    assert kernels.max_product_rows > 1 << 30
+
+
+@needs_compiler
+@pytest.mark.parametrize("rows", [1, 2, 4, 35])
 @pytest.mark.parametrize("at", [3, 40])  # in a full vector and in the last, partial one
 def test_products_show_nan_and_infinity_in_their_outputs_only(native: decode_cpu.DecodeKernels, rows: int, at: int) -> None:
     x, weight = torch.ones(rows, 41, dtype=torch.bfloat16), torch.ones(35, 41, dtype=torch.bfloat16)
