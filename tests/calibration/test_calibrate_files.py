@@ -301,6 +301,7 @@ def test_predict_prints_the_points_of_the_contract(written: Path, capsys: pytest
     wanted = {
         *("layout", "batch", "context", "new_tokens", "step_s", "lo_s", "hi_s", "components", "extrapolated", "memory_bytes", "fits"),
         *("tokens_per_s_per_gpu", "tokens_per_s_per_user", "usd_per_million_tokens", "joules_per_token", "note", "barrier_wait_s"),
+        "step_mean_s",
     }
     assert all(set(one) == wanted for one in points)
     assert {part["provenance"] for one in points for part in one["components"].values()} <= {"measured", "interpolated", "scaled"}
