@@ -253,6 +253,7 @@ class MeteredRuns:
 
     def __call__(self, _run: StepRunLike) -> None:
         now_s = time.perf_counter()
+        self._meter.check()
         before, during = self._meter.between(self._began_s - PROBE_S, self._began_s), self._meter.between(self._began_s, now_s)
         if before is None or during is None:
             raise InvariantError("the speed meter has not seen the run that it is asked about")

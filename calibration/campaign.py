@@ -224,7 +224,8 @@ def measure_ranks(
     progress: Progress,
     seed: int = 0,
 ) -> None:
-    """Time ``shapes`` on the rank the jobs name, all processes at once, for about ``budget_s``."""
+    """Time ``shapes`` on the rank the jobs name, all processes at once, for about ``budget_s``. Raises WorkerError where a process or the
+    meter ends early."""
     draw = random.Random(seed)
     first = jobs[0]
     num_ranks = parse_layout(first.layout).decode.unit.dp
@@ -245,6 +246,7 @@ def measure_ranks(
                     continue
                 began_s = time.perf_counter()
                 point = _measure(processes, model, first, len(jobs) - 1, shape, num_ranks, _repeats(known.get(shape)))
+                meter.check()
                 point = msgspec.structs.replace(point, probe=meter.between(began_s, time.perf_counter()))
                 points.add(point)
                 known[shape] = point.median_s

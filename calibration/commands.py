@@ -121,7 +121,9 @@ def _run(arguments: argparse.Namespace, read_spec: Callable[[str], ModelSpec], r
     _bounds("--max-batch", arguments.max_batch, 1, 4096)
     _bounds("--max-context", arguments.max_context, 32, 1 << 20)
     names = arguments.model or ["tiny-v41"]
-    budget_s = arguments.budget or (calibrate.QUICK_S / len(names) if arguments.quick else calibrate.FULL_S)
+    budget_s = calibrate.QUICK_S / len(names) if arguments.quick else calibrate.FULL_S
+    if arguments.budget is not None:
+        budget_s = arguments.budget
     if not 20.0 <= budget_s <= 3600.0:
         raise ConfigError(f"the measuring time of a model is {budget_s:g} s; needed: 20 to 3600. Fewer models, or --budget")
     partial = arguments.out.with_name(f"{arguments.out.name}.partial")

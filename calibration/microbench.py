@@ -252,7 +252,10 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    code = main()
+    try:
+        code = main()
+    except BrokenPipeError:  # whoever asked is gone
+        code = 1
     sys.stdout.flush()
     # Not sys.exit: threads of a numeric library may hold up the interpreter's own end.
     os._exit(code)

@@ -19,6 +19,7 @@ import numpy as np
 
 from calibration.features import Array
 from calibration.probe import Loops, Probe, mean_probe
+from engine.core.errors import WorkerError
 
 _ROOT = Path(__file__).resolve().parents[1]
 _PAUSE_S = 0.025
@@ -55,6 +56,11 @@ class SpeedMeter:
             self._process.kill()
             self._process.wait()
         self._file.close()
+
+    def check(self) -> None:
+        """Raises WorkerError where the meter has ended, though nobody ended it: from then on it sees nothing."""
+        if (code := self._process.poll()) is not None:
+            raise WorkerError("speed meter", f"ended with code {code} before the work that it was to watch")
 
     def between(self, begin_s: float, end_s: float) -> Probe | None:
         """Mean of the cores' means over that time; None where the meter has seen nothing of it."""

@@ -140,6 +140,8 @@ class Validation:
     def _speed(self, begin_s: float, end_s: float) -> tuple[ProbeFactors, Speed]:
         """What the meter saw in that time; now, where it saw nothing."""
         seen = self._meter.between(begin_s, end_s)
+        if seen is None:
+            self._say("the speed meter saw nothing of the last seconds; the machine is probed instead")
         return probe_now(self._calibration) if seen is None else at_probe(self._calibration, seen)
 
     def _spec(self, load: Load, saturation_per_s: float | None) -> WorkloadSpec:

@@ -352,6 +352,7 @@ def test_a_system_of_the_catalogue_is_refused_for_now(capsys: pytest.CaptureFixt
     [
         ((), "--out is missing"),
         (("--out", "x.cal", "--budget", "1"), "needed: 20 to 3600"),
+        (("--out", "x.cal", "--budget", "0"), "of a model is 0 s; needed: 20 to 3600"),
         (("--out", "no_folder/x.cal"), "--out no_folder/x.cal cannot be written: its folder does not exist"),
         (("--out", "."), "--out . cannot be written: it is a folder"),
         (("--out", "x.cal", "--from", "aic:gb300/sglang"), "--from needs --model once"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -105,6 +106,7 @@ def test_a_busy_machine_measures_late_what_a_fit_needs(monkeypatch: pytest.Monke
     monkeypatch.setattr("calibration.campaign.time", SimpleNamespace(monotonic=lambda: now_s, perf_counter=lambda: now_s))
     monkeypatch.setattr("calibration.campaign.measurers", nullcontext)
     meter = SpeedMeter()
+    monkeypatch.setattr(meter, "check", lambda: None)
     monkeypatch.setattr(meter, "between", lambda _begin_s, _end_s: Probe(1.0, 1.0, 1.0))
     monkeypatch.setattr("calibration.campaign._measure", measure)
     points = PointFile(None)
@@ -141,6 +143,19 @@ def test_a_measuring_process_that_fails_is_an_error() -> None:
 def test_a_measuring_process_whose_starter_is_gone_ends_without_a_word(cut: bytes) -> None:
     found = subprocess.run([sys.executable, "-m", "calibration.microbench"], input=cut, capture_output=True, timeout=60, check=False)
     assert (found.returncode, found.stdout, found.stderr) == (1, b"", b"")
+
+
+def test_a_measuring_process_whose_starter_reads_no_more_ends_without_a_word() -> None:
+    job = msgspec.json.encode(job_of(synthetic.tiny(), "tp1dp1ep1")) + b"\n"
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        found = subprocess.run(
+            [sys.executable, "-m", "calibration.microbench"], input=job, stdout=write, stderr=subprocess.PIPE, timeout=60, check=False
+        )
+    finally:
+        os.close(write)
+    assert (found.returncode, found.stderr) == (1, b"")
 
 
 def test_gathers_are_timed_alone_and_together() -> None:

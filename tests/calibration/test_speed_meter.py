@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,8 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from calibration.calibrate import MeteredRuns
 from calibration.probe import run_probe
 from calibration.speed_meter import SpeedMeter
+from engine.cli.step_bench import StepLoad
+from engine.cli.step_runs import StepRun
+from engine.core.errors import WorkerError
 
 ABANDON = """
 import os
@@ -38,6 +44,17 @@ def test_a_short_time_is_answered_from_what_lies_around_it() -> None:
         time.sleep(0.3)
         moment_s = time.perf_counter() - 0.15
         assert meter.between(moment_s, moment_s) is not None
+
+
+def test_a_meter_that_was_killed_is_no_silence() -> None:
+    with SpeedMeter() as meter:
+        meter.check()
+        runs = MeteredRuns(meter)
+        os.kill(meter._process.pid, signal.SIGKILL)
+        meter._process.wait(20.0)
+        with pytest.raises(WorkerError, match="speed meter: ended with code -9"):
+            runs(StepRun(StepLoad(1, 8, 1), [], [], []))
+    assert runs.speeds == []
 
 
 def test_the_meter_ends_with_who_started_it() -> None:

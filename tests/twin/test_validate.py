@@ -167,8 +167,9 @@ def test_a_machine_that_slows_down_in_the_run_is_told_from_a_wrong_model(
     calibration: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = (*ARGUMENTS, "--repeat", "1", "--calibration", str(calibration), "--out", str(tmp_path))
-    code, text, _ = validate(monkeypatch, capsys, SimulatedEngine(1.25), *arguments, during=1.25)
+    code, text, err = validate(monkeypatch, capsys, SimulatedEngine(1.25), *arguments, during=1.25)
     assert code == 0
+    assert err.count("the speed meter saw nothing") == 1  # as the first time it was asked
     run = json.loads(text)["runs"][0]
     assert run["quantities"]["tpot_p50_s"]["error"] == pytest.approx(1 / 1.25 - 1.0)
     assert run["at_speed"]["quantities"]["tpot_p50_s"]["error"] == pytest.approx(0.0, abs=1e-9)
