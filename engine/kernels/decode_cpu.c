@@ -163,47 +163,59 @@ static void attend(uint16_t *out, f16 q[GROUPS][VECTORS], const uint16_t *keys, 
         for (int i = 0; i < VECTORS; i++) store(out + g * HEAD_DIM + i * LANES, acc[g][i] * splat(1.0f / total[g]));
 }
 
-/* What the sequences of a step share. table [B, columns]; turn [B, d / 2, 2]; pools are [2, N, J, P, d]. */
+/* What the tokens t of a step share: their sequences owner [T] (NULL: one token each), table [B, columns] of these, context [T] the tokens
+ * that t sees, itself included; turn [T, d / 2, 2]; pools are [2, N, J, P, d]. */
 typedef struct {
-    const int64_t *table, *context;
+    const int64_t *owner, *table, *context;
     const float *turn;
     int64_t kv_heads, num_blocks, block_size, columns;
     float eps;
 } Step;
 
-/* Task b * kv_heads + j: the new key and value of one sequence and key/value head into the pool, and its attention into out [B, H * d].
- * qkv [B, H + 2J, d] unrotated; gain [H + J, d] or NULL. */
-static void attention(uint16_t *out, const uint16_t *qkv, uint16_t *pool, const uint16_t *gain, const Step *step, int64_t task) {
+/* Task t * kv_heads + j: the new key and value of one token and key/value head into the pool. qkv [T, H + 2J, d] unrotated; gain
+ * [H + J, d] or NULL. */
+static void keep(const uint16_t *qkv, uint16_t *pool, const uint16_t *gain, const Step *step, int64_t task) {
+    const int64_t kv_heads = step->kv_heads, block_size = step->block_size, heads = kv_heads * GROUPS;
+    const int64_t t = task / kv_heads, j = task % kv_heads, position = step->context[t] - 1;
+    const uint16_t *row = qkv + t * (heads + 2 * kv_heads) * HEAD_DIM;
+    const int64_t block = step->table[(step->owner ? step->owner[t] : t) * step->columns + position / block_size];
+    uint16_t *key = pool + ((block * kv_heads + j) * block_size + position % block_size) * HEAD_DIM;
+    float wide[HEAD_DIM];
+    turned(wide, row + (heads + j) * HEAD_DIM, gain ? gain + (heads + j) * HEAD_DIM : 0, step->turn + t * HEAD_DIM, step->eps);
+    for (int i = 0; i < HEAD_DIM; i += LANES) store(key + i, *(f16 *)(wide + i));
+    memcpy(key + step->num_blocks * kv_heads * block_size * HEAD_DIM, row + (heads + kv_heads + j) * HEAD_DIM, HEAD_DIM * sizeof *key);
+}
+
+/* The same task's attention into out [T, H * d], once the keys and values it sees are in the pool. */
+static void attention(uint16_t *out, const uint16_t *qkv, const uint16_t *pool, const uint16_t *gain, const Step *step, int64_t task) {
     const int64_t kv_heads = step->kv_heads, block_size = step->block_size;
     const int64_t heads = kv_heads * GROUPS, block_stride = kv_heads * block_size * HEAD_DIM;
     const float scale = 1.0f / sqrtf((float)HEAD_DIM);
-    const int64_t b = task / kv_heads, j = task % kv_heads, position = step->context[b] - 1;
-    const uint16_t *row = qkv + b * (heads + 2 * kv_heads) * HEAD_DIM;
-    const int64_t *blocks = step->table + b * step->columns;
-    const float *turn = step->turn + b * HEAD_DIM;
-    uint16_t *keys = pool + j * block_size * HEAD_DIM, *values = keys + step->num_blocks * block_stride;
-    const int64_t at = blocks[position / block_size] * block_stride + position % block_size * HEAD_DIM;
+    const int64_t t = task / kv_heads, j = task % kv_heads;
+    const uint16_t *row = qkv + t * (heads + 2 * kv_heads) * HEAD_DIM;
+    const int64_t *blocks = step->table + (step->owner ? step->owner[t] : t) * step->columns;
+    const uint16_t *keys = pool + j * block_size * HEAD_DIM, *values = keys + step->num_blocks * block_stride;
     float wide[HEAD_DIM];
-    turned(wide, row + (heads + j) * HEAD_DIM, gain ? gain + (heads + j) * HEAD_DIM : 0, turn, step->eps);
-    for (int i = 0; i < HEAD_DIM; i += LANES) store(keys + at + i, *(f16 *)(wide + i));
-    memcpy(values + at, row + (heads + kv_heads + j) * HEAD_DIM, HEAD_DIM * sizeof(uint16_t));
     f16 q[GROUPS][VECTORS];
     for (int g = 0; g < GROUPS; g++) {
         const int64_t head = j * GROUPS + g;
-        turned(wide, row + head * HEAD_DIM, gain ? gain + head * HEAD_DIM : 0, turn, step->eps);
+        turned(wide, row + head * HEAD_DIM, gain ? gain + head * HEAD_DIM : 0, step->turn + t * HEAD_DIM, step->eps);
         for (int i = 0; i < VECTORS; i++) q[g][i] = *(f16 *)(wide + i * LANES) * splat(scale);
     }
-    attend(out + (b * heads + j * GROUPS) * HEAD_DIM, q, keys, values, blocks, block_stride, block_size, step->context[b]);
+    attend(out + (t * heads + j * GROUPS) * HEAD_DIM, q, keys, values, blocks, block_stride, block_size, step->context[t]);
 }
 
 /* One layer's attention for `sequences` tokens, one each. */
 void decode(uint16_t *out, const uint16_t *qkv, uint16_t *pool, const int64_t *table, const int64_t *context, const float *turn,
             const uint16_t *gain, int64_t sequences, int64_t kv_heads, int64_t num_blocks, int64_t block_size, int64_t columns,
             float eps, int64_t threads) {
-    const Step step = {table, context, turn, kv_heads, num_blocks, block_size, columns, eps};
+    const Step step = {0, table, context, turn, kv_heads, num_blocks, block_size, columns, eps};
     (void)threads;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-    for (int64_t task = 0; task < sequences * kv_heads; task++) attention(out, qkv, pool, gain, &step, task);
+    for (int64_t task = 0; task < sequences * kv_heads; task++) {
+        keep(qkv, pool, gain, &step, task);
+        attention(out, qkv, pool, gain, &step, task);
+    }
 }
 
 /* -- matrix products ---------------------------------------------------------------------------------------------------------- */
@@ -592,15 +604,16 @@ typedef struct {
     uint16_t *pool;
 } Layer;
 
-/* All layers and the head for `rows` sequences with one new token each: x [rows, D] are their embeddings, overwritten; out [rows, V] the
- * logits in float32, hidden [rows, D] what the head saw. scratch: 16-bit room for rows * (D * threads + qkv.out + max(output.in, down.in)).
- * Between two barriers nobody writes what another thread reads: every thread norms all rows for itself, and residual sums are
- * written where the same thread has read them. */
+/* All layers for `rows` tokens, x [rows, D] their embeddings, overwritten, and the head for `outs` of them, at wanted [outs]: out
+ * [outs, V] the logits in float32, hidden [outs, D] what the head saw. scratch: 16-bit room for rows * (D * threads + qkv.out +
+ * max(output.in, down.in)). Between two barriers nobody writes what another thread reads: every thread norms all rows for itself, and
+ * residual sums are written where the same thread has read them. */
 void forward(float *out, uint16_t *hidden, uint16_t *x, uint16_t *scratch, const Layer *layers, const uint16_t *norm, const Linear *head,
-             const int64_t *table, const int64_t *context, const float *turn, int64_t num_layers, int64_t rows, int64_t kv_heads,
-             int64_t num_blocks, int64_t block_size, int64_t columns, float eps, int64_t threads) {
-    const Step step = {table, context, turn, kv_heads, num_blocks, block_size, columns, eps};
-    const int64_t size = head->in;
+             const int64_t *owner, const int64_t *table, const int64_t *context, const float *turn, const int64_t *wanted,
+             int64_t num_layers, int64_t rows, int64_t outs, int64_t kv_heads, int64_t num_blocks, int64_t block_size, int64_t columns,
+             float eps, int64_t threads) {
+    const Step step = {owner, table, context, turn, kv_heads, num_blocks, block_size, columns, eps};
+    const int64_t size = head->in, tasks = rows * kv_heads;
     uint16_t *qkv = scratch + rows * size * threads, *inner = qkv + rows * layers[0].qkv.out;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
@@ -619,7 +632,11 @@ void forward(float *out, uint16_t *hidden, uint16_t *x, uint16_t *scratch, const
             rms_norm(normed, x, layer->attention_norm, rows, size, eps);
             product(&(Target){ROUNDED, qkv, 0}, normed, &layer->qkv, rows, &worker);
 #pragma omp barrier
-            for (int64_t task = rows * kv_heads * mine / team; task < rows * kv_heads * (mine + 1) / team; task++)
+            for (int64_t task = mine; task < tasks; task += team) keep(qkv, layer->pool, layer->qk_gain, &step, task);
+            if (owner) { /* tokens see others of this step */
+#pragma omp barrier
+            }
+            for (int64_t task = mine; task < tasks; task += team) /* in turn: later tokens see more */
                 attention(inner, qkv, layer->pool, layer->qk_gain, &step, task);
 #pragma omp barrier
             product(&(Target){ROUNDED, x, x}, inner, &layer->output, rows, &worker);
@@ -630,9 +647,9 @@ void forward(float *out, uint16_t *hidden, uint16_t *x, uint16_t *scratch, const
             product(&(Target){ROUNDED, x, x}, inner, &layer->down, rows, &worker);
 #pragma omp barrier
         }
-        rms_norm(normed, x, norm, rows, size, eps);
-        if (mine == 0) memcpy(hidden, normed, rows * size * sizeof *hidden);
-        product(&(Target){WIDE, out, 0}, normed, head, rows, &worker);
+        for (int64_t i = 0; i < outs; i++) rms_norm(normed + i * size, x + wanted[i] * size, norm, 1, size, eps);
+        if (mine == 0 && outs) memcpy(hidden, normed, outs * size * sizeof *hidden);
+        product(&(Target){WIDE, out, 0}, normed, head, outs, &worker);
         end(&worker);
     }
 }

@@ -23,8 +23,10 @@ from torch import Tensor
 
 _SOURCE = Path(__file__).with_suffix(".c")
 _MAX_BLOCK = 1024  # MAX_BLOCK of the source
-MAX_ROWS = 64  # sequences of a whole step
-_ANY_ROWS = 1 << 62
+_VECTOR_ROWS = 64  # as many as vectors multiply faster than torch does
+# With AMX torch would be faster from about 300 on (measured with two threads on Sapphire Rapids), once it has compiled itself for a
+# number of rows, which takes milliseconds at the first sight of each.
+_TILE_ROWS = 256
 _COMPILE_TIMEOUT_S = 60.0
 _DIGEST_BYTES = 32
 # No fast-math: the source says why, and NaN must stay visible, since the sampler looks for it.
@@ -43,12 +45,12 @@ class DecodeKernels:
         self._decode.argtypes = [pointer] * 7 + [integer] * 5 + [real, integer]
         self._linear.argtypes = [pointer] * 5 + [integer] * 4
         self._wide_linear.argtypes = [pointer] * 4 + [integer] * 4
-        self._forward.argtypes = [pointer] * 10 + [integer] * 6 + [real, integer]
+        self._forward.argtypes = [pointer] * 12 + [integer] * 7 + [real, integer]
         for function in (self._rms_norm, self._silu_mul, self._decode, self._linear, self._wide_linear, self._forward):
             function.restype = None
         library.request_tiles.restype = integer
-        # More rows than MAX_ROWS only with AMX: without it torch's products of many rows are faster.
-        self.max_product_rows = _ANY_ROWS if library.request_tiles() else MAX_ROWS
+        self.max_rows = _TILE_ROWS if library.request_tiles() else _VECTOR_ROWS
+        """Rows up to which the products here are faster than torch's."""
 
     def rms_norm(self, x_TD: Tensor, gain_D: Tensor, eps: float) -> Tensor:
         out_TD = torch.empty_like(x_TD)
@@ -90,7 +92,7 @@ class DecodeKernels:
         return out_BD
 
     def linear(self, x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor | None, residual_TF: Tensor | None = None) -> Tensor:
-        """x @ weight.T (+ bias) (+ residual) of at most ``max_product_rows`` rows, of any sizes; one rounding, at the end."""
+        """x @ weight.T (+ bias) (+ residual), of any sizes; one rounding, at the end."""
         rows, inner = x_TD.shape
         out_TF = x_TD.new_empty((rows, weight_FD.shape[0]))
         self._linear(
@@ -116,32 +118,38 @@ class DecodeKernels:
         return out_TF
 
     def forward(
-        self, x_BD: Tensor, layers: Tensor, head: Tensor, norm_D: Tensor, pools_L2NJPd: Tensor, table_BM: Tensor, context_B: Tensor,
-        turn_BQ2: Tensor, scratch_values: int, eps: float,
+        self, x_TD: Tensor, layers: Tensor, head: Tensor, norm_D: Tensor, pools_L2NJPd: Tensor, owner_T: Tensor | None, table_BM: Tensor,
+        context_T: Tensor, turn_TQ2: Tensor, wanted_R: Tensor, scratch_values: int, eps: float,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """A whole step of at most MAX_ROWS sequences with one new token each: float32 logits [B, V], hidden states [B, D] behind them.
+        """A whole step: float32 logits [R, V] of the wanted ones (R <= T), hidden states [R, D]
+        behind them.
 
-        ``x_BD``, the embeddings, is overwritten. ``layers`` and ``head`` are the source's structs Layer and Linear as int64,
+        ``owner_T`` is each token's sequence, a row of ``table_BM``, None for one token each; ``context_T`` the tokens it sees, itself
+        included. ``x_TD``, the embeddings, is overwritten. ``layers`` and ``head`` are the source's structs Layer and Linear as int64,
         ``scratch_values`` the room a row needs beside its norms."""
         _, _, num_blocks, num_kv_heads, block_size, _ = pools_L2NJPd.shape
-        rows, size = x_BD.shape
+        rows, size = x_TD.shape
+        outs = wanted_R.shape[0]
         threads = torch.get_num_threads()
-        hidden_BD = torch.empty_like(x_BD)
-        out_BV = torch.empty((rows, int(head[-1])))
-        scratch = x_BD.new_empty(rows * (size * threads + scratch_values))
+        hidden_RD = x_TD.new_empty((outs, size))
+        out_RV = torch.empty((outs, int(head[-1])))
+        scratch = x_TD.new_empty(rows * (size * threads + scratch_values))
         self._forward(
-            out_BV.data_ptr(),
-            hidden_BD.data_ptr(),
-            x_BD.data_ptr(),
+            out_RV.data_ptr(),
+            hidden_RD.data_ptr(),
+            x_TD.data_ptr(),
             scratch.data_ptr(),
             layers.data_ptr(),
             norm_D.data_ptr(),
             head.data_ptr(),
+            None if owner_T is None else owner_T.data_ptr(),
             table_BM.data_ptr(),
-            context_B.data_ptr(),
-            turn_BQ2.data_ptr(),
+            context_T.data_ptr(),
+            turn_TQ2.data_ptr(),
+            wanted_R.data_ptr(),
             layers.shape[0],
             rows,
+            outs,
             num_kv_heads,
             num_blocks,
             block_size,
@@ -149,7 +157,7 @@ class DecodeKernels:
             eps,
             threads,
         )
-        return out_BV, hidden_BD
+        return out_RV, hidden_RD
 
 
 def load(head_dim: int, groups: int) -> DecodeKernels | None:

@@ -33,6 +33,7 @@ from engine.parallel.groups import ParallelGroups
 from engine.parallel.tensor import all_gather_vocabulary, all_reduce, embedding
 
 _FEW_ROWS = 64  # up to here the compiled row kernels, which use one core, beat torch's, which wake all of them
+_FEW_ATTENDED = 32768  # positions seen by all tokens of a step, up to which attending token by token beats torch's blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +141,10 @@ class DenseModel:
         num_tokens, num_rows = batch.token_ids_T.shape[0], batch.logit_rows_R.shape[0]
         some_rows = num_rows < num_tokens
         few = num_tokens <= _FEW_ROWS
-        if self._fused is not None and batch.decode_only and 0 < num_tokens == num_rows and self._fused.takes(num_tokens, cache):
+        if self._fused is not None and self._fused.takes(batch, cache):
             turn_TQ2 = rope_rotation(batch.positions_T, self.frequency_Q, self.rope_factor)
-            logits_TV, hidden_TD = self._fused(functional.embedding(batch.token_ids_T, self._embed_VD), turn_TQ2, batch, cache)
-            captures = {"hidden": hidden_TD[batch.logit_rows_R]} if "hidden" in capture else None
-            return ForwardOutput(logits_TV[batch.logit_rows_R], captures=captures)
+            logits_RV, hidden_RD = self._fused(functional.embedding(batch.token_ids_T, self._embed_VD), turn_TQ2, batch, cache)
+            return ForwardOutput(logits_RV, captures={"hidden": hidden_RD} if "hidden" in capture else None)
         attention = _Attention(self, batch, cache, self._native if batch.decode_only else None)
         x_TD = self._embed(batch.token_ids_T)
         peers = batch.peers
@@ -199,7 +199,7 @@ def _native(spec: DenseSpec, place: RankPlace, dtype: torch.dtype, device: torch
 
 
 class _Fused:
-    """A decode step as one compiled call."""
+    """A step of few tokens, decodes and short prompts, as one compiled call."""
 
     def __init__(self, native: decode_cpu.DecodeKernels, layers: list[_Layer], norm_D: Tensor, head: Linear, eps: float) -> None:
         self._native, self._norm_D, self._eps = native, norm_D, eps
@@ -209,17 +209,26 @@ class _Fused:
         assert isinstance(mlp, _Mlp)
         self._scratch_values = layers[0].qkv.out_features + max(layers[0].output.in_features, mlp.down.in_features)
 
-    def takes(self, rows: int, cache: DenseCache) -> bool:
-        return rows <= decode_cpu.MAX_ROWS and decode_cpu.fits_block(cache.config.block_size)
+    def takes(self, batch: ForwardBatch, cache: DenseCache) -> bool:
+        num_tokens = batch.token_ids_T.shape[0]
+        if not 0 < num_tokens <= self._native.max_rows or batch.logit_rows_R.shape[0] > num_tokens:
+            return False
+        if not decode_cpu.fits_block(cache.config.block_size):
+            return False
+        return batch.decode_only or int(batch.positions_T.sum()) <= _FEW_ATTENDED
 
-    def __call__(self, x_BD: Tensor, turn_BQ2: Tensor, batch: ForwardBatch, cache: DenseCache) -> tuple[Tensor, Tensor]:
+    def __call__(self, x_TD: Tensor, turn_TQ2: Tensor, batch: ForwardBatch, cache: DenseCache) -> tuple[Tensor, Tensor]:
         pools_L2NJPd = cache.layers()
         layers = self._layers
         layers[:, -1] = pools_L2NJPd.data_ptr() + torch.arange(len(layers)) * (pools_L2NJPd.stride(0) * pools_L2NJPd.element_size())
-        table_BM, context_B, room = batch.block_table_BM.contiguous(), batch.context_lens_B.contiguous(), self._scratch_values
+        owner_T, context_T = None, batch.context_lens_B.contiguous()
+        if not batch.decode_only:
+            context_T = batch.positions_T + 1
+            owner_T = batch.seq_of_token_T.contiguous()
         return self._native.forward(
-            x_BD, layers, self._head, self._norm_D, pools_L2NJPd, table_BM, context_B, turn_BQ2.contiguous(), room, self._eps
-        )
+            x_TD, layers, self._head, self._norm_D, pools_L2NJPd, owner_T, batch.block_table_BM.contiguous(), context_T,
+            turn_TQ2.contiguous(), batch.logit_rows_R.contiguous(), self._scratch_values, self._eps,
+        )  # fmt: skip
 
 
 class _Attention:

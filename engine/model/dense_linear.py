@@ -12,10 +12,10 @@ from engine.kernels import decode_cpu
 class Linear:
     """``x @ weight.T + bias`` for a weight [out, in]; called with x [T, in], gives [T, out].
 
-    bfloat16 on a CPU: with ``native`` rows go through the compiled product, which streams the plain weight once, and where it lacks
-    AMX, many of them through ``F.linear``, whose reordering of the weight is then a small share. (With AMX, too, ``F.linear`` would be
-    fast, but for the milliseconds it takes to compile itself for every number of rows it has not seen.) Without ``native`` the weight
-    is kept in oneDNN's blocked layout instead, twice as fast as ``F.linear`` for one row and for sixteen (measured on AVX512-BF16).
+    bfloat16 on a CPU: with ``native`` few rows go through the compiled product, which streams the plain weight once, and many through
+    ``F.linear``, whose reordering of the weight (and compilation of itself, where the number of rows is new to it) is then a small
+    share. Without ``native`` the weight is kept in oneDNN's blocked layout instead, twice as fast as ``F.linear`` for one row and for
+    sixteen (measured on AVX512-BF16).
     """
 
     def __init__(
@@ -33,19 +33,19 @@ class Linear:
         if self.packed:
             result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
             return result
-        if self.native is not None and x.shape[0] <= self.native.max_product_rows:
+        if self.native is not None and x.shape[0] <= self.native.max_rows:
             return self.native.linear(x, self.weight, self.bias)
         return functional.linear(x, self.weight, self.bias)
 
     def wide(self, x: Tensor) -> Tensor:
         """The product in float32, for logits. Only the compiled one is unrounded: in bfloat16 two best logits are often equal."""
-        if self.native is not None and x.shape[0] <= self.native.max_product_rows:
+        if self.native is not None and x.shape[0] <= self.native.max_rows:
             return self.native.wide_linear(x, self.weight, self.bias)
         return self(x).float()
 
     def plus(self, x: Tensor, residual: Tensor) -> Tensor:
         """The product plus ``residual`` [T, out], in one operation where the device has it."""
-        if self.native is not None and x.shape[0] <= self.native.max_product_rows:
+        if self.native is not None and x.shape[0] <= self.native.max_rows:
             return self.native.linear(x, self.weight, self.bias, residual)
         if self.packed or (self.native is not None and _has_packed_bf16()):  # the operation takes plain weights as well
             result: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.weight, self.bias, "add")

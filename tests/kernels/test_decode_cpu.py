@@ -108,10 +108,10 @@ def test_many_rows_are_blocked_and_equal_few(native: decode_cpu.DecodeKernels, t
 
 @needs_compiler
 @pytest.mark.skipif(not tiles_exist(), reason="this processor has no AMX")
-def test_where_there_are_tiles_they_take_any_number_of_rows() -> None:
+def test_where_there_are_tiles_they_are_used() -> None:
     kernels = decode_cpu.load(16, 3)
     assert kernels is not None
-    assert kernels.max_product_rows > 1 << 30
+    assert kernels.max_rows == decode_cpu._TILE_ROWS
 
 
 @needs_compiler
