@@ -383,6 +383,30 @@ def test_a_compiled_step_stays_near_float32(name: str, threads: int) -> None:
         torch.set_num_threads(before)
 
 
+@needs_compiler
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+def test_a_compiled_step_takes_prompts_and_chunks_among_decodes(name: str, threads: int) -> None:
+    """Tokens of one step see each other through the pool: whole prompts, later chunks and single tokens, every row's logits."""
+    spec = msgspec.structs.replace(spec_of(name), head_dim=16)
+    weights = Weights(spec)
+    model = DenseModel(spec, weights, dtype=torch.bfloat16, device="cpu")
+    assert model._fused is not None
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        driver = Driver(model, block_size=16)
+        world = [Sequence(tokens_of(40, seed=index), [3 * index + 1, 3 * index, 3 * index + 2]) for index in range(3)]
+        expected = [naive_logits(spec, weights, sequence.tokens) for sequence in world]
+        for counts in ((17, 5, 1), (1, 20, 9), (22, 1, 30), (0, 14, 0)):
+            items = [(sequence, count) for sequence, count in zip(world, counts, strict=True) if count]
+            wanted = torch.cat([expected[i][world[i].done : world[i].done + count] for i, count in enumerate(counts)])
+            error = (driver.step(items) - wanted).abs().mean()
+            assert 1e-4 < float(error) < 0.03 * float(wanted.std())
+    finally:
+        torch.set_num_threads(before)
+
+
 def _step_with(driver: Driver, sequences: list[Sequence], fused: Any) -> Tensor:
     driver.model._fused = fused
     return driver.step([(sequence, 1) for sequence in sequences])
