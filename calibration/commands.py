@@ -340,6 +340,8 @@ def _predict(arguments: argparse.Namespace, read_spec: Callable[[str], ModelSpec
     fit = calibration.model(arguments.model, _hash(spec))
     here = store.this_machine()
     same = here.host == calibration.machine.host
+    if same and here.num_cores != calibration.machine.num_cores:
+        print(f"calibrated on {calibration.machine.num_cores} cores; this process may use {here.num_cores}", file=sys.stderr)
     probe = None if arguments.no_probe or not same else factors(calibration.probe, run_probe())
     question = Question(
         spec,

@@ -290,6 +290,19 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return code, captured.out, captured.err
 
 
+@pytest.mark.parametrize(("others", "is_said"), [(0, False), (3, True)])
+def test_predict_says_where_the_cores_are_others(
+    written: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], others: int, is_said: bool
+) -> None:
+    here = store.load(written).machine
+    monkeypatch.setattr(store, "this_machine", lambda: msgspec.structs.replace(here, num_cores=here.num_cores + others))
+    code, _, err = run(
+        capsys, "predict", "--model", "tiny-v41", "--calibration", str(written), "--layout", "tp1dp1ep1", "--batch-sizes", "2", "--no-probe"
+    )
+    assert code == 0
+    assert (f"calibrated on {here.num_cores} cores; this process may use {here.num_cores + 3}" in err) == is_said
+
+
 def test_predict_prints_the_points_of_the_contract(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(
         capsys, "predict", "--model", "tiny-v41", "--calibration", str(written), "--layout", "tp1dp1ep1,tp1dp2ep2",
