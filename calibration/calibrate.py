@@ -27,7 +27,7 @@ from calibration.campaign import (
 )
 from calibration.contention import HostMemory, measured_memory, row_bytes
 from calibration.cost_model import ModelFit
-from calibration.probe import PROBE_S, Probe, mean_probe, ratios
+from calibration.probe import PROBE_S, Probe, mean_probe, ratios, run_probe
 from calibration.shapes import Job, cache_for, shapes
 from calibration.speed_meter import SpeedMeter
 from calibration.steady import REQUESTS_PER_SLOT
@@ -191,6 +191,7 @@ def measure(
     progress: Progress,
 ) -> Measurements:
     """Measure one model for about ``budget_s``. Points already in ``partial`` are kept and added to."""
+    run_probe()  # says where the machine is busy with something else
     with SpeedMeter() as meter:
         found = _measure(target, meter, budget_s, (max_batch, max_context), run_steps, partial, progress)
         changes = meter.changes(PROBE_S, _RUN_S)

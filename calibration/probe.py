@@ -8,9 +8,11 @@ Loops are timed by the thread's own clock: what else runs on the core does not c
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from statistics import fmean
 
 import msgspec
@@ -30,6 +32,8 @@ _KEPT_SHARE = 0.95
 # What differs less than the probe repeats itself is no drift.
 _DEAD_BAND = 0.03
 _MAX_FACTOR = 20.0
+_BUSY_CORES = 0.3  # that others may take before it is said
+_log = logging.getLogger("twinfer.calibration")
 
 
 class Probe(msgspec.Struct, frozen=True):
@@ -82,10 +86,30 @@ def _timed(loop: Callable[[int], None], rounds: int) -> float:
     return time.thread_time() - begin_s
 
 
+class _Others:
+    """How many cores work for others than this process, by the system's own account; 0 where there is none."""
+
+    def __init__(self) -> None:
+        self._begin_s, self._busy_s = time.monotonic(), self._busy()
+
+    @staticmethod
+    def _busy() -> float:
+        """Seconds of all cores together that were spent on others, since the start of either."""
+        try:
+            user, nice, system, _idle, _wait, interrupts, softly = map(int, Path("/proc/stat").read_text().split(maxsplit=8)[1:8])
+        except (OSError, ValueError):
+            return 0.0
+        return (user + nice + system + interrupts + softly) / os.sysconf("SC_CLK_TCK") - time.process_time()
+
+    def cores(self) -> float:
+        return (self._busy() - self._busy_s) / (time.monotonic() - self._begin_s)
+
+
 def run_probe() -> Probe:
-    """Mean over the cores this thread may use, in turn, for about half a second; the machine should have nothing else to do."""
+    """Mean over the cores this thread may use, in turn, for about half a second; the machine should have nothing else to do. Warns where it
+    has: the loops show how fast a core is, not how much of it others take."""
     loops, found = Loops(), list[Probe]()
-    cores = os.sched_getaffinity(0)
+    cores, others = os.sched_getaffinity(0), _Others()
     end_s = time.monotonic() + PROBE_S
     try:
         while len(found) < _MIN_ROUNDS * len(cores) or time.monotonic() < end_s:
@@ -94,6 +118,11 @@ def run_probe() -> Probe:
                 found.append(loops.run())
     finally:
         os.sched_setaffinity(0, cores)
+    if (taken := others.cores()) > _BUSY_CORES:
+        _log.warning(
+            "other programs take %.1f of this machine's %d cores: steps will be slower than predicted for it alone, or than measured then",
+            taken, os.cpu_count() or len(cores),
+        )  # fmt: skip
     return mean_probe(found)
 
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import subprocess
+import sys
+import time
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -144,6 +148,18 @@ def test_probe_factors_are_ratios_with_a_dead_band() -> None:
 def test_the_mean_of_probes_leaves_the_longest_out() -> None:
     assert mean_probe([PROBE, Probe(3e-3, 2e-3, 3e-3)]) == Probe(2e-3, 2e-3, 3e-3)
     assert mean_probe([*[PROBE] * 19, Probe(9.0, 2e-3, 3e-3)]) == PROBE
+
+
+def test_the_probe_says_that_others_are_at_work(caplog: pytest.LogCaptureFixture) -> None:
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    try:
+        time.sleep(0.2)
+        run_probe()
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    assert re.search(r"other programs take \d\.\d of this machine's \d+ cores", caplog.text)
 
 
 def test_the_probe_measures_something_on_every_core() -> None:
