@@ -297,7 +297,7 @@ typedef struct {
 
 #define TILE_VALUES 512       /* bfloat16 of a tile: 16 rows of 64 bytes */
 #define PACKED_VALUES 262144  /* 512 KiB of x stay in the second-level cache while the weights go by */
-#define MIN_TILE_ROWS 4       /* fewer are faster by vectors, which need not pack x */
+#define MIN_TILE_ROWS 8       /* fewer are faster by vectors, which need not pack x */
 
 static int tiles_granted; /* by the system, which saves the tiles of a process only when asked to */
 
