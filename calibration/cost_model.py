@@ -264,7 +264,7 @@ class CalibratedCost:
         work = terms(self.spec, self.place, table, self.fit.element_bytes, self.draft_tokens, self.loads)
         for name, component in self.rank_fit.components.items():
             if name in work:
-                found[name] = evaluate(work[name], component) * self.probe.of(RESOURCE_OF_COMPONENT.get(name, "host"))
+                found[name] = evaluate(work[name], component, self.probe)
         if self.place.engram == "host" and "engram.fetch" in found:
             found["engram.fetch"] = self._engram_on_rank(work["engram.fetch"], found["engram.fetch"])
         return found
@@ -393,22 +393,23 @@ def added(parts: Iterable[Array]) -> Array:
     return total
 
 
-def evaluate(work: Sequence[Term], fit: ComponentFit) -> Array:
-    """The sum of coefficient x column, without making the columns that count for nothing. Raises DomainError for other columns."""
+def evaluate(work: Sequence[Term], fit: ComponentFit, probe: ProbeFactors | None = None) -> Array:
+    """The sum of coefficient x column, each as much slower as its resource, without making the columns that count for nothing. Raises
+    DomainError for other columns."""
     if column_names(work) != fit.columns:
         raise DomainError("the calibration was fitted by other terms than this release's; calibrate anew")
     coefficients = iter(fit.coefficients)
     seconds = np.zeros_like(work[0].count, order="C")
     for term in work:
-        rate = next(coefficients)
+        rate, unit = next(coefficients), term.unit if probe is None else term.unit * probe.of(term.resource)
         if rate:
-            seconds += (rate * term.unit) * term.count
+            seconds += (rate * unit) * term.count
         for knot in term.knots:
             below, beyond = next(coefficients), next(coefficients)
             if below:
-                seconds += (below * term.unit) * np.minimum(term.count, knot)
+                seconds += (below * unit) * np.minimum(term.count, knot)
             if beyond:
-                seconds += (beyond * term.unit) * np.maximum(term.count - knot, 0.0)
+                seconds += (beyond * unit) * np.maximum(term.count - knot, 0.0)
     return seconds
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from calibration.assemble import HeldOut
 from calibration.cost_model import CalibratedCost, CollectiveFit, ModelFit, ProbeFactors, StepFit, message_seconds
 from calibration.features import Array, FeatureTable, table_of_plans, uniform_steps
-from calibration.fit import conformal_bounds, fit_held_out, fit_non_negative, log_ratio
+from calibration.fit import column_matrix, conformal_bounds, fit_held_out, fit_non_negative, log_ratio
 from calibration.floors import Messages, messages, terms
 from calibration.imbalance import BALANCED, ExpertBalance
 from calibration.steady import Load, closed_loop
@@ -320,12 +320,18 @@ def test_a_fit_by_other_terms_is_refused(fit: ModelFit, spec: ModelSpec) -> None
         cost_of(msgspec.structs.replace(fit, ranks=ranks), spec).price_table(one_step(spec, 1, 10, 1))
 
 
-def test_a_slower_machine_scales_each_component_by_its_resource(fit: ModelFit, spec: ModelSpec) -> None:
-    table = one_step(spec, 8, 200, 1)
-    then = cost_of(fit, spec).price_table(table)
-    now = cost_of(fit, spec, probe=ProbeFactors(compute=2.0, memory=1.0, host=1.5)).price_table(table)
-    assert now.components["projection"][0] == pytest.approx(2.0 * then.components["projection"][0])
-    assert now.components["attention.sparse"][0] == pytest.approx(then.components["attention.sparse"][0])
+def test_a_slower_machine_scales_each_term_by_its_resource(fit: ModelFit, spec: ModelSpec) -> None:
+    table, probe = one_step(spec, 8, 200, 1), ProbeFactors(compute=2.0, memory=1.0, host=1.5)
+    then, now = (cost_of(fit, spec, probe=one).price_table(table) for one in (None, probe))
+    scale, work = cost_of(fit, spec).step_fit.compute_scale, terms(spec, RankPlace(), table, 4)
+    for name in ("projection", "attention.sparse", "norm", "indexer"):
+        coefficients, seconds = list(fit.ranks[0].components[name].coefficients), 0.0
+        for term in work[name]:
+            columns = column_matrix([term])[0, 0]
+            mine, coefficients = coefficients[: len(columns)], coefficients[len(columns) :]
+            seconds += float(columns @ mine) * probe.of(term.resource)
+        assert now.components[name][0] == pytest.approx(scale * seconds), name
+        assert then.components[name][0] < now.components[name][0] < 2.0 * then.components[name][0] or name == "attention.sparse", name
     assert now.components["host_gap"][0] == pytest.approx(1.5 * then.components["host_gap"][0])
     assert "compute x2.00" in now.note
     assert not then.note
