@@ -101,7 +101,9 @@ def test_a_speed_that_moves_after_the_probe_widens_the_interval(spec: ModelSpec,
     """By what the errors of the model leave of it: the two are independent."""
     target = Target("tiny-v41", spec, spec_hash(spec), "float32", "random")
     changes = np.random.default_rng(0).normal(0.0, 0.1, 5_000).tolist()
-    steady, moving = (calibrate.fit(target, Measurements(*measured, speed_changes=one), THEN)[0].steps[0] for one in ([], changes))
+    steady, moving = (
+        calibrate.fit(target, Measurements(*measured, speed_changes=changes[:count]), THEN)[0].steps[0] for count in (0, len(changes))
+    )
     assert msgspec.structs.replace(moving, low_factor=steady.low_factor, high_factor=steady.high_factor) == steady
     for name in ("low_factor", "high_factor"):
         own, both = np.log(getattr(steady, name)), np.log(getattr(moving, name))
