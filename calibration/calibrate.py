@@ -107,7 +107,7 @@ class Target:
 
 
 class RunSpeed(msgspec.Struct, frozen=True):
-    """How fast the machine was in the second before a run, which is what a prediction can know, and during it."""
+    """How fast the machine was in the PROBE_S before a run, which is what a prediction can know, and during it."""
 
     before: Probe
     during: Probe

@@ -100,6 +100,7 @@ def _set(**values: object) -> Edit:
     [
         (_set(kind="shopping list"), "'shopping list'.*calibrate anew"),
         (_set(schema_version=99), "schema 99"),
+        (_set(schema_version=2), "schema 2"),
         (_set(made="yesterday"), "was changed since it was written"),
         (_set(points_sha256="0" * 64), "was changed since it was written"),
         (_set(models="all"), "Expected `array`"),
